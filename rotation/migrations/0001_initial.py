@@ -53,6 +53,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 'constraints': [models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='campaign_environment'), models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'running', 'paused', 'halted', 'completed', 'rejected', 'expired', 'cancelled'])), name='campaign_state')],
+                'indexes': [models.Index(condition=models.Q(('state__in', ['awaiting_approval', 'running', 'paused', 'halted'])), fields=['environment', 'created_at'], name='campaign_under_way')],
             },
         ),
         migrations.CreateModel(

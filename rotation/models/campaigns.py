@@ -2,6 +2,7 @@
 
 from django.conf import settings
 from django.db import models
+from django.db.models import Q
 
 from keyvault.domain.environments import Environment
 from keyvault.models.columns import ApprovalColumns, RequestColumns, at, choice, choices_check
@@ -17,6 +18,10 @@ class CampaignState(models.TextChoices):
     REJECTED = "rejected"
     EXPIRED = "expired"
     CANCELLED = "cancelled"
+
+
+UNDER_WAY = (CampaignState.AWAITING_APPROVAL, CampaignState.RUNNING, CampaignState.PAUSED, CampaignState.HALTED)
+"""States of a campaign that is not closed, in which workers advance it."""
 
 
 class Campaign(RequestColumns):
@@ -47,6 +52,13 @@ class Campaign(RequestColumns):
         constraints = [
             choices_check("campaign_environment", "environment", Environment),
             choices_check("campaign_state", "state", CampaignState),
+        ]
+        indexes = [
+            models.Index(
+                fields=["environment", "created_at"],
+                name="campaign_under_way",
+                condition=Q(state__in=[state.value for state in UNDER_WAY]),
+            ),
         ]
 
     def __str__(self) -> str:

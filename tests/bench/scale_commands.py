@@ -97,18 +97,21 @@ class Commands:
         from tests.bench import scale_rows as rows
 
         size, samples = self.size, self.samples
-        make: dict[str, Callable[[], None]] = {
+        make: dict[str, Callable[[], object]] = {
             "issue_due": lambda: rows.make_requests_due(samples, count),
             "expire_due": lambda: rows.make_expiries_due(size, count),
             "discard_due": lambda: rows.make_discards_due(size, count),
             "backfill_revocation_log": lambda: rows.make_backfill_due(size, count),
             "destroy_due": lambda: rows.make_destructions_due(size, count),
             "settle_due": lambda: rows.make_settlements_due(size, count),
+            "settle_connections_due": lambda: rows.make_connections_due(size, count),
             "forget_paths_due": lambda: rows.make_paths_due(size, count),
             "forget_due": lambda: rows.make_rows_old(size, samples, count),
             "deliver-webhooks-production": lambda: rows.make_deliveries_due(size, samples, count),
             "dispatch-due-rotations-production": lambda: rows.make_rotations_due(size, count),
             "begin-scheduled-rotations-production": lambda: rows.make_schedules_due(size, count),
+            "advance-campaigns-production": lambda: rows.make_campaign_due(size, count),
+            "forget-pending-copies-production": lambda: rows.make_pending_due(size, count),
             "sign-checkpoints-production": lambda: rows.make_heads_due(size, count),
         }
         found = {}

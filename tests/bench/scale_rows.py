@@ -23,6 +23,7 @@ from keyvault.backends.outbound import Reply
 from keyvault.domain.audit import account_chain, customer_token_chains
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
+from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation_log import CaughtUp
 from keyvault.models import (
     Account,
@@ -40,6 +41,7 @@ from keyvault.models import (
     KeyUse,
     Merchant,
     Notice,
+    ProviderConnection,
     Refusal,
     UsageReporter,
     UseBucket,
@@ -53,13 +55,16 @@ from keyvault.services import maintenance
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.recording.revocation_log import append_lines
 from keyvault.services.revocations import anchor
+from keyvault.services.secrets.provider_connections import set_connection
 from keyvault.services.tokens.customer_tokens import issue_customer_token
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.webhooks import deliveries
 from keyvault.services.webhooks.endpoints import add_endpoint
 from rotation.domain.events import RotationState as S
+from rotation.domain.pacing import MAX_CONCURRENCY, MAX_PER_MINUTE, Pace
 from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.models import (
+    Campaign,
     Evidence,
     LedgerEntry,
     Rotation,
@@ -67,6 +72,7 @@ from rotation.models import (
     ScheduledCredential,
     ScheduleSweep,
 )
+from rotation.services.campaigns.campaigns import approve_campaign, request_campaign
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation, subject_of
 from rotation.services.rotations.requests import approve_rotation, request_rotation
@@ -79,6 +85,9 @@ from tests.rotation import scene
 
 MERCHANTS_EVERY = 20
 """Credentials of each merchant."""
+
+CONNECTIONS = 3
+"""Provider connections of each account."""
 
 BUSY_EVERY = 10
 """One credential in this many is used; each of them has 100 minute rows."""
@@ -147,6 +156,7 @@ def load(size: Size) -> Samples:
         load_accounts(size, samples)
         load_chains(size, samples)
         load_endpoints(size, samples)
+        load_connections(size, samples)
         load_credentials(size, samples)
         load_rotations(size, samples)
         load_keys(size, samples)
@@ -217,6 +227,8 @@ def make_samples(now: datetime) -> Samples:
     token, _ = issue_customer_token(
         grant(scene.holder_of(key), P.CUSTOMER_TOKENS_WRITE, place), place, key, customer_id="customer"
     )
+    connecting = grant(scene.tam(), P.CONNECTIONS_WRITE, place)
+    set_connection(connecting, place, "stripe", Plaintext("sk_live_platform"))
     save_schedule(grant(scene.tam(), P.SCHEDULES_WRITE), Scope(PRODUCTION), ScheduleDraft(365))
     for environment in Environment:
         WorkLease.objects.create(subject=f"reconcile:{environment}", due_at=now + timedelta(days=1))
@@ -330,6 +342,13 @@ def load_chains(size: Size, samples: Samples) -> None:
 def load_endpoints(size: Size, samples: Samples) -> None:
     changed = {"id": f"{_FIRST_ACCOUNT} + n", "account_id": f"{_FIRST_ACCOUNT} + n"}
     copy(samples.endpoint, 1, size.merchants, **changed)
+
+
+def load_connections(size: Size, samples: Samples) -> None:
+    """Load connections of each account, compared with the backend. All have the path of the sample."""
+    sample = ProviderConnection.objects.get(account=samples.account)
+    changed = {"account_id": account_of("n", size), "provider": f"'provider-' || n / {size.merchants}"}
+    copy(sample, 0, CONNECTIONS * size.merchants - 1, **changed, settle_due_at="NULL")
 
 
 def load_credentials(size: Size, samples: Samples) -> None:
@@ -533,6 +552,12 @@ def make_settlements_due(size: Size, count: int) -> None:
     change(Key, count, where, **suspended, material="'delete_due'", backend_version="1")
 
 
+def make_connections_due(size: Size, count: int) -> None:
+    """Let connections be due to be compared with the backend."""
+    count = min(count, size.merchants)
+    change(ProviderConnection, count, f"row.account_id = {_FIRST_ACCOUNT} + n", settle_due_at="now()")
+
+
 def make_discards_due(size: Size, count: int) -> None:
     """Let keys be issued long ago and never collected."""
     where = f"row.issuance_request_id = {prefixed_id('req', 'request', free(size, 3, count))}"
@@ -575,6 +600,30 @@ def make_rows_old(size: Size, samples: Samples, count: int) -> None:
         copy(IdempotentRequest.objects.earliest("pk"), 1, count, holder="'old' || n", expires_at=old)
         copy(Confirmation.objects.earliest("pk"), 1, count, sequence=f"n + {size.credentials}", at=old)
     change(Notice, count, f"row.notice_id = {notice('n')}", created_at=old)
+
+
+def make_campaign_due(size: Size, count: int) -> Campaign:
+    """Let a campaign run whose members are so many old keys."""
+    old, number = "now() - interval '600 days'", free(size, 7, count)
+    change(Key, count, f"row.key_id = {key(number)}", created_at=old, activated_at=old)
+    campaign = request_campaign(
+        grant(scene.tam(), P.ROTATIONS_WRITE),
+        environment=PRODUCTION,
+        merchants=None,
+        older_than_days=590,
+        overrides=PlanOverrides(),
+        pace=Pace(per_minute=MAX_PER_MINUTE, concurrency=MAX_CONCURRENCY),
+        reason="old keys",
+    )
+    approving = grant(scene.approver(), P.ROTATIONS_APPROVE, None, campaign.requester_person)
+    return approve_campaign(approving, campaign, campaign.plan_digest)
+
+
+def make_pending_due(size: Size, count: int) -> None:
+    """Let pending copies of completed rotations be left, as by workers that died."""
+    first = size.rotations
+    where = f"row.rotation_id = {rotation(f'n + {first}')} AND row.step = 'publishing'"
+    change(LedgerEntry, min(count, size.closed), where, step="'staged'", state="'started'")
 
 
 def make_paths_due(size: Size, count: int) -> None:

@@ -5,6 +5,7 @@ The tables have some hundreds of rows; the planner believes in a thousand times 
 
 import json
 from functools import partial
+from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -21,18 +22,16 @@ from keyvault.access.scopes import AccessScope
 from keyvault.admin.oversight import audit
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
-from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential, IssuanceRequest, Key, Notice, Refusal
 from keyvault.project import celery_app
-from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.secrets.stored_copies import read_string
 from keyvault.services.usage import recorder
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import PlanOverrides
-from rotation.models import Rotation
-from rotation.services.campaigns.campaigns import request_campaign
+from rotation.models import LedgerEntry, LedgerState, Rotation
+from rotation.services.campaigns.campaigns import approve_campaign, request_campaign
 from rotation.services.rotations.engine import advance_rotation
 from tests.admin.desk import browser
 from tests.admin.framework.test_enforcement import OPEN, patterns
@@ -106,11 +105,14 @@ def test_no_job_and_no_request_reads_a_large_table() -> None:
         for name, task in tasks.items():
             with queries.watch(f"{name}, some due"):
                 task()
+    assert Rotation.objects.filter(campaign__isnull=False).count() == DUE
+    assert LedgerEntry.objects.filter(step=S.STAGED, state=LedgerState.DONE).count() == DUE
     for state in (S.SCHEDULED, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE):
         with queries.watch(f"a rotation's turn in {state}"):
             advance_rotation(samples.rotations[state].rotation_id)
     make_requests(samples, queries)
     make_campaigns(queries)
+    open_objects(samples, queries)
     open_pages(samples, queries)
     open_lists_in_scope(samples, queries)
     assert queries.count > 500
@@ -133,12 +135,15 @@ def make_due(samples: Samples) -> None:
     scale_rows.make_expiries_due(SIZE, DUE)
     scale_rows.make_destructions_due(SIZE, DUE)
     scale_rows.make_settlements_due(SIZE, DUE)
+    scale_rows.make_connections_due(SIZE, DUE)
     scale_rows.make_discards_due(SIZE, DUE)
     scale_rows.make_schedules_due(SIZE, DUE)
     scale_rows.make_deliveries_due(SIZE, samples, DUE)
     scale_rows.make_rows_old(SIZE, samples, DUE)
     scale_rows.make_paths_due(SIZE, DUE)
     scale_rows.make_heads_due(SIZE, DUE)
+    scale_rows.make_pending_due(SIZE, DUE)
+    scale_rows.make_campaign_due(SIZE, DUE)
 
 
 def make_campaigns(queries: SlowQueries) -> None:
@@ -148,7 +153,7 @@ def make_campaigns(queries: SlowQueries) -> None:
     asking = grant(scene.tam(), P.ROTATIONS_WRITE)
     for merchants, older_than_days in ((None, 390), (["merchant-30"], None)):
         with queries.watch(f"campaign over {merchants}"):
-            request_campaign(
+            campaign = request_campaign(
                 asking,
                 environment=Environment.PRODUCTION,
                 merchants=merchants,
@@ -157,6 +162,23 @@ def make_campaigns(queries: SlowQueries) -> None:
                 pace=Pace(),
                 reason="old keys",
             )
+        approving = grant(scene.approver(), P.ROTATIONS_APPROVE, None, campaign.requester_person)
+        with queries.watch(f"approval of the campaign over {merchants}"):
+            approve_campaign(approving, campaign, campaign.plan_digest)
+
+
+def open_objects(samples: Samples, queries: SlowQueries) -> None:
+    """Open the page of one row of each model that has rows."""
+    client = browser(make_operator("reader", *Role))
+    chosen = (samples.account.merchant, samples.account, samples.key, samples.key.credential, samples.endpoint)
+    ids = {type(row): row.pk for row in (*chosen, samples.rotations[S.OVERLAP])}
+    for model in admin.site._registry:
+        newest = model._default_manager.order_by("-pk").values_list("pk", flat=True).first()
+        if newest is not None:
+            name = f"{model._meta.app_label}_{model._meta.model_name}_change"
+            with queries.watch(name):
+                path = reverse(f"admin:{name}", args=[ids.get(model, newest)])
+                assert client.get(path).status_code == 200, name
 
 
 def open_pages(samples: Samples, queries: SlowQueries) -> None:
@@ -219,8 +241,13 @@ def make_requests(samples: Samples, queries: SlowQueries) -> None:
             response = client.generic(
                 method, path, json.dumps(body) if body else b"", content_type="application/json", headers=headers
             )
-        assert response.status_code in (200, 202, 204), (name, response.content)
+        assert response.status_code in (200, 201, 202, 204), (name, response.content)
         return response.json() if response.content else None
+
+    numbers = count()
+
+    def send(name: str, path: str, body: object = None, /, **headers: str) -> Any:
+        return ask(name, "POST", path, body, **headers, **{"Idempotency-Key": f"key-{next(numbers)}"})
 
     verified = {"key": text, "environment": "production", "endpoint": "orders.create"}
     ask("verify", "POST", "/v1/keys/verify", verified, **service)
@@ -232,8 +259,23 @@ def make_requests(samples: Samples, queries: SlowQueries) -> None:
                 cursor = ask(name, "GET", name, **service)["next_cursor"]
                 if cursor is not None:
                     ask(f"{name}, second page", "GET", f"{name}&cursor={cursor}", **service)
+    unused, credential_id = samples.key.key_id, samples.key.credential_id
+    ask("key", "GET", f"/v1/keys/{unused}", **service)
+    ask("credential", "GET", f"/v1/credentials/{credential_id}", **service)
+    asked = {"merchant": "platform", "environment": "production", "kind": "private"}
+    request_id = send("request a key", "/v1/issuance-requests", asked, **service)["issuance_request_id"]
+    ask("issuance request", "GET", f"/v1/issuance-requests/{request_id}", **service)
+    plan = {"credential_id": credential_id, "reason": "old"}
+    rotation_id = send("request a rotation", "/v1/rotations", plan, **service)["rotation_id"]
+    send("abort the rotation", f"/v1/rotations/{rotation_id}/abort", {"reason": "no"}, **service)
+    order = {"amount_minor": 1299, "currency": "EUR"}
+    token = send("create an order", "/production/merchants/orders", order, **merchant)["order_token"]
+    ask("order", "GET", f"/production/merchants/orders/{token}", **merchant)
+    token_id = send("customer token", "/production/customers/one/access-tokens", None, **merchant)["token_id"]
+    ask("revoke the token", "DELETE", f"/production/customers/access-tokens/{token_id}", **merchant)
     ask("acknowledge", "POST", "/production/credentials/acknowledge", **merchant)
     ask("revoke-self", "POST", "/production/credentials/revoke-self", **merchant)
     ask("revoke-self, repeated", "POST", "/production/credentials/revoke-self", **merchant)
-    with queries.watch("revoke"):
-        revoke_key(grant(scene.admin(), P.KEYS_REVOKE, samples.account), samples.key, RevocationReason.SUPERSEDED)
+    reason = {"reason": "superseded"}
+    receipt = ask("revoke", "POST", f"/v1/keys/{unused}/revoke", reason, **service, Prefer="wait=1")
+    ask("receipt", "GET", f"/v1/revocations/{receipt['sequence']}", **service)

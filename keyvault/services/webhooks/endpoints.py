@@ -27,6 +27,7 @@ from keyvault.models import Account, DeliveryState, Notice, WebhookBreaker, Webh
 from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.peppers.ring import load_peppers, refresh_peppers
 from keyvault.services.recording.notifications import announce_to
+from keyvault.services.recording.signals import notice_settled
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.work.row_turns import batch_after
 from keyvault.wire.destinations import Destination, parse_url
@@ -111,9 +112,13 @@ def disable_endpoint(grant: Grant, endpoint: WebhookEndpoint, why: str) -> None:
 def write_disabled(endpoint: WebhookEndpoint, why: str, now: datetime) -> None:
     """Write the disabled state. Call it inside the caller's `recorded` block."""
     endpoint.compare_and_swap(disabled_at=now, disabled_why=why[:300])
-    WebhookDelivery.objects.filter(endpoint=endpoint, state=DeliveryState.DUE).update(
-        state=DeliveryState.GIVEN_UP, last_error="the endpoint was disabled"
-    )
+    due = WebhookDelivery.objects.filter(endpoint=endpoint, state=DeliveryState.DUE)
+    # A rotation may wait for the delivery of this message.
+    awaited = Notice.objects.filter(kind=NoticeKind.REPLACEMENT_AVAILABLE, deliveries__in=due)
+    notices = list(awaited.select_related("account"))
+    due.update(state=DeliveryState.GIVEN_UP, last_error="the endpoint was disabled")
+    for notice in notices:
+        notice_settled.send(None, notice=notice, now=now)
 
 
 def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:

@@ -39,7 +39,8 @@ from rotation.domain.pacing import (
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.states import CLOSED as CLOSED_ROTATIONS
 from rotation.models import Campaign, CampaignMember, CampaignState, Rotation
-from rotation.services.campaigns.campaigns import CLOSED, about, is_unaltered
+from rotation.models.campaigns import UNDER_WAY
+from rotation.services.campaigns.campaigns import about, is_unaltered
 from rotation.services.campaigns.selection import OBSTACLE_LABELS, Selection, find_obstacle
 from rotation.services.rotations.requests import begin_rotation
 
@@ -62,7 +63,7 @@ def tick(now: datetime, environments: Collection[str] | None = None) -> None:
     `environments`: those to advance in, among the ones that this process serves; None: all of these.
     """
     served = [each for each in settings.ENVIRONMENTS if environments is None or each in environments]
-    under_way = Campaign.objects.filter(environment__in=served).exclude(state__in=CLOSED)
+    under_way = Campaign.objects.filter(environment__in=served, state__in=UNDER_WAY)
     for campaign_id in under_way.order_by("created_at").values_list("campaign_id", flat=True):
         try:
             advance_campaign(campaign_id, now)

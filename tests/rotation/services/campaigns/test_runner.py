@@ -35,6 +35,7 @@ from rotation.services.rotations.requests import begin_rotation
 from tests.clocks import Clock
 from tests.factories import the_operator
 from tests.killing import KilledError
+from tests.plans import copy_row, explain
 from tests.rotation.campaigning import approved, asked, become, details_of, events, fresh, issued, oldest, on_platform
 from tests.rotation.scene import account, acknowledge_replacement, admin, issue, rotate, tam
 from tests.services.racing import held_open, race, start, wait_until_blocked
@@ -425,6 +426,16 @@ def test_tick_killed_between_start_and_link_starts_once(clock: Clock, monkeypatc
     ticked(clock, LEASE.total_seconds())
     assert begun(campaign) == 1
     assert verify_audit().first_broken is None
+
+
+@pytest.mark.postgres
+def test_tick_reads_no_campaign_that_is_closed(clock: Clock) -> None:
+    """Closed campaigns are kept, and workers look every five seconds."""
+    issued(clock, 1)
+    cancel_campaign(may_write(clock), asked(clock), "not now")
+    copy_row(Campaign, campaign_id="'cmp_' || n")
+    (plan,) = explain(partial(tick, clock.now))
+    assert "campaign_under_way" in plan
 
 
 @pytest.mark.parametrize("meanwhile", ["lease", "pause"])

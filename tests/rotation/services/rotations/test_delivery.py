@@ -19,17 +19,18 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.stored_copies import find_stored
 from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.webhooks.endpoints import disable_endpoint
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import DeliveryChannel
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation, resume_rotation
-from rotation.services.rotations.reports import describe
+from rotation.services.rotations.reports import describe, get_rotation
 from tests.clocks import Clock
 from tests.factories import make_token
 from tests.rotation import scene
 from tests.rotation.copies import DelayedKeystore
-from tests.rotation.steps import advance, begun, wait
+from tests.rotation.steps import advance, begun, run_due, wait
 from tests.verifiers import confirm, make_verifier
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -97,6 +98,20 @@ def test_rotation_whose_message_is_not_accepted_stalls_and_resends_when_resumed(
     resume_rotation(grant, rotation)
     assert wait(rotation, clock, verifier, 3).state == S.PUBLISHING
     assert webhook_delivery(rotation).pk != first.pk
+
+
+def test_rotation_whose_endpoint_is_disabled_stalls_in_the_turn_that_this_makes_due(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """The message is given up then, and no worker settles it later."""
+    endpoint = make_endpoint(clock)
+    rotation = advance(begun(clock, channels=BOTH_WAYS), clock)
+    advance(rotation, clock, 7_200)
+    assert run_due(clock) == 0
+    grant = authorize(scene.tam(), P.WEBHOOKS_WRITE, endpoint.account, now=clock())
+    disable_endpoint(grant, endpoint, "they moved")
+    assert run_due(clock) == 1
+    assert get_rotation(rotation.rotation_id).state == S.STALLED
 
 
 @pytest.mark.sqlite
