@@ -1,7 +1,7 @@
 """The table of processes, `deploy/processes.toml`, and the files of systemd, Compose and Kubernetes written from it.
 
-`python -m tests.architecture.deployment` writes them. What is the same in a container and on a host is in the table;
-what only one of them has is here.
+`python -m tests.architecture.deployment` writes them. The table has what containers and hosts share, and this module
+the rest.
 """
 
 import textwrap

@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,9 @@ TABLE = {row.name: row for row in processes()}
 UNITS = [path for path in files() if path.suffix == ".service"]
 
 
+@cache
 def documents(path: Path) -> list[dict[str, Any]]:
+    """Return the documents of a file. They are cached: do not change them."""
     return list(yaml.safe_load_all(path.read_text()))
 
 
@@ -59,7 +63,8 @@ def named(kind: str, name: str) -> dict[str, Any]:
 
 def your_service() -> dict[str, Any]:
     """Return the smallest Deployment with the patch of the sidecar."""
-    (patched,) = objects(DEPLOY / "kubernetes" / "sidecar")
+    (patch,) = objects(DEPLOY / "kubernetes" / "sidecar")
+    patched = deepcopy(patch)
     labels = {"app": "your-service"}
     patched["spec"]["selector"] = {"matchLabels": labels}
     patched["spec"]["template"]["metadata"] = {"labels": labels}
