@@ -43,7 +43,7 @@ test-long: ready-to-test ## run the slow tests: killed processes, whole services
 
 # Linters and PostgreSQL do not depend on the Python version, and entry points run the code of the packages below them.
 # The tests that remain depend on Python itself: pure packages, sockets and TLS, processes and signals.
-NEXT_LEAVES_OUT = architecture entry_points demo admin api management rotation models services vault_faults \
+NEXT_LEAVES_OUT = architecture upgrade entry_points demo admin api management rotation models services vault_faults \
     hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/engine/test_engine.py hotpath/test_denied_again.py
 test-next: ## repeat the tests that depend on Python itself on Python 3.13 and SQLite, if it is installed
 	@for python in python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3.13; do \
@@ -61,7 +61,7 @@ fuzz: ready-to-test ## send 1,000,000 malformed byte streams and 100,000 request
 faults: ready-to-test ## kill, stop, lose and duplicate parts of the service under traffic; about 30 minutes (ARGS='crash --seed 1')
 	@exec $(BIN)/python -m tests.faults $(ARGS)
 
-upgrade-test: ready-to-test ## upgrade and roll back under traffic, beside the last release; about 4 minutes (ARGS='upgrade --seconds 10')
+upgrade-test: ready-to-test ## upgrade and roll back under traffic, beside the last release; 5 to 10 minutes (ARGS='upgrade --seconds 10')
 	@exec $(BIN)/python -m tests.upgrade $(ARGS)
 
 simulate: ready-to-test ## rotate a fleet for a simulated year and check the invariants; minutes (ARGS='engine --seed N --steps N')

@@ -167,13 +167,14 @@ class _Course:
 
     def report(self, order: str) -> bool:
         tally, sides = self._traffic.tally, (self._old, self._new)
-        tracebacks = sum(side.count_tracebacks() for side in sides)
+        tracebacks = sum(side.count_in_logs("Traceback") for side in sides)
         exits = [line for side in sides for line in side.exits]
         for fault in (*tally.failures, *exits):
             _tell(f"  FAILED  {fault}")
         kinds = ", ".join(f"{what} {number:,}" for what, number in tally.requests.most_common())
         shares = ", ".join(f"{side.name} {tally.by_port[side.port]:,}" for side in sides)
         _tell(f"requests: {kinds}\nanswered by: {shares}\nmigrations: {', '.join(self._migrated)}")
+        _tell(f"migrations that gave way to other transactions: {self._new.count_in_logs('gave way')}")
         seconds = time.monotonic() - self._began
         _tell(
             f"{order}: {sum(tally.requests.values()):,} requests in {seconds:.0f} s, "

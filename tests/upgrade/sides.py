@@ -139,8 +139,8 @@ class Side:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def count_tracebacks(self) -> int:
-        return sum(path.read_text(errors="replace").count("Traceback") for path in self._logs.glob("*.log"))
+    def count_in_logs(self, words: str) -> int:
+        return sum(path.read_text(errors="replace").count(words) for path in self._logs.glob("*.log"))
 
 
 def environment(data: Path, database_url: str, redis_url: str, origin: str) -> dict[str, str]:
