@@ -58,7 +58,7 @@ test-next: ## repeat the tests that depend on Python itself on Python 3.13 and S
 fuzz: ready-to-test ## send 1,000,000 malformed byte streams and 100,000 requests to real servers, plant 100,000 secrets in log lines (ARGS='server --count N --seed N')
 	@exec $(BIN)/python -m tests.fuzz $(ARGS)
 
-faults: ready-to-test ## kill, stop, lose and duplicate parts of the service under traffic; about 30 minutes (ARGS='crash --seed 1')
+faults: ready-to-test ## kill, stop, lose and duplicate parts of the service under traffic; about 45 minutes (ARGS='crash --seed 1')
 	@exec $(BIN)/python -m tests.faults $(ARGS)
 
 upgrade-test: ready-to-test ## upgrade and roll back under traffic, beside the last release; 5 to 10 minutes (ARGS='upgrade --seconds 10')

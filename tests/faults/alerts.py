@@ -144,7 +144,7 @@ FAULTS: Mapping[str, tuple[frozenset[str], Fault]] = {
     ),
     "the revocation log is lost": (frozenset({"KeyvaultRevocationLogMissing"}), _lose_log),
     "a clock is wrong": (frozenset({"KeyvaultClockDiffers"}), _step_clock),
-    "a disk is full": (frozenset({"KeyvaultDiskFull", "KeyvaultDiskAlmostFull"}), _fill_disk),
+    "a disk is full": (frozenset({"KeyvaultDiskFull"}), _fill_disk),
     # The last one: the rotation stays stalled.
     "a rotation stalls": (frozenset({"KeyvaultRotationStalled"}), _stall_rotation),
 }

@@ -149,8 +149,8 @@ GUARDS = (
     Guard(
         "transition-fenced",
         _TRANSITIONS,
-        "else:\n            leases.hold(lease)\n    _log.info(",
-        "else:\n            pass\n    _log.info(",
+        "else:\n            leases.hold(lease)\n    meters.",
+        "else:\n            pass\n    meters.",
         "A worker that lost its lease commits no transition.",
         f"{_FENCING_TESTS}[quarantine]",
     ),
