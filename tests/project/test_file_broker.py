@@ -108,7 +108,12 @@ def test_consumer_of_an_empty_folder_does_not_list_it_for_each_queue(
     """An idle worker polls ten times a second."""
     listed: list[str] = []
     list_folder = os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or list_folder(path))
+
+    def note(path: str) -> list[str]:
+        listed.append(path)
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "listdir", note)
     queues = [Queue(name, Exchange(EXCHANGE), name) for name in ("first", "second", "third")]
     with broker.Consumer(queues, callbacks=[lambda body, message: message.ack()]):
         listed.clear()  # declaring a queue counts its messages
