@@ -109,11 +109,11 @@ def test_consumer_of_an_empty_folder_does_not_list_it_for_each_queue(
     listed: list[str] = []
     list_folder = os.listdir
 
-    def list_and_count(path: str) -> list[str]:
+    def note(path: str) -> list[str]:
         listed.append(path)
         return list_folder(path)
 
-    monkeypatch.setattr(os, "listdir", list_and_count)
+    monkeypatch.setattr(os, "listdir", note)
     queues = [Queue(name, Exchange(EXCHANGE), name) for name in ("first", "second", "third")]
     with broker.Consumer(queues, callbacks=[lambda body, message: message.ack()]):
         listed.clear()  # declaring a queue counts its messages

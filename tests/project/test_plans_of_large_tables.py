@@ -12,6 +12,7 @@ import pytest
 from django.conf import settings
 from django.contrib import admin
 from django.db import connection
+from django.db.models import Model
 from django.test import Client
 from django.urls import reverse
 

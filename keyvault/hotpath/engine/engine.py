@@ -453,10 +453,12 @@ class Engine:
         if text is None:
             return None
         if record is None and text[KEY_ID_PLACE] in self._keys_by_id:
+            mac = self._new_tag()
             try:
-                entry = self._keys_by_tag.get(self.memory.tag(text.encode()))
+                mac.update(text.encode())
             except UnicodeEncodeError:  # half a surrogate pair; no key contains one
                 return None
+            entry = self._keys_by_tag.get(mac.digest())
             if entry is not None:
                 entry.is_referenced = True  # only entries that are used again survive eviction
                 return entry

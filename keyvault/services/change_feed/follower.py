@@ -46,8 +46,8 @@ POLL_SECONDS = 0.2
 """Maximum wait between polls, in seconds; bounds the delay of a change whose notification was lost."""
 
 _GENERATION_SECONDS = 0.05
-"""Interval between two reads of the host's generation counter on SQLite, in seconds. A poll costs a hundred times as
-much, and each of its statements takes the interpreter's lock from the thread that answers requests."""
+"""Interval between two reads of the host's generation counter on SQLite, in seconds. A read is no system call; each
+statement of a poll takes the interpreter's lock from the thread that answers requests."""
 
 _TURN_SECONDS = ANSWER_SECONDS + POLL_SECONDS
 """Maximum duration of one poll and the wait after it, in seconds, when all replies arrive in time."""
