@@ -12,6 +12,7 @@ import pytest
 from django.conf import settings
 from django.contrib import admin
 from django.db import connection
+from django.db.models import Model
 from django.test import Client
 from django.urls import reverse
 
@@ -171,7 +172,7 @@ def open_objects(samples: Samples, queries: SlowQueries) -> None:
     """Open the page of one row of each model that has rows."""
     client = browser(make_operator("reader", *Role))
     chosen = (samples.account.merchant, samples.account, samples.key, samples.key.credential, samples.endpoint)
-    ids = {type(row): row.pk for row in (*chosen, samples.rotations[S.OVERLAP])}
+    ids: dict[type[Model], Any] = {type(row): row.pk for row in (*chosen, samples.rotations[S.OVERLAP])}
     for model in admin.site._registry:
         newest = model._default_manager.order_by("-pk").values_list("pk", flat=True).first()
         if newest is not None:
