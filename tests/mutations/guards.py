@@ -147,6 +147,15 @@ GUARDS = (
         f"{_TRANSITION_TESTS}::test_predecessor_that_expires_in_quarantine_is_not_resumed",
     ),
     Guard(
+        "request-expires-by-a-true-clock",
+        _TRANSITIONS,
+        "case S.EXPIRED:\n            require_true_clock()\n",
+        "case S.EXPIRED:\n            pass\n",
+        "A worker whose clock is wrong closes no request.",
+        f"{_TRANSITION_TESTS}::test_worker_with_a_wrong_clock_expires_no_request_and_raises_one_alarm",
+        "postgres",
+    ),
+    Guard(
         "transition-fenced",
         _TRANSITIONS,
         "else:\n            leases.hold(lease)\n    meters.",
@@ -284,6 +293,14 @@ GUARDS = (
         ".filter(pk=campaign.pk)",
         "A worker that read a campaign before its pause begins nothing.",
         f"{_RUNNER_TESTS}::test_tick_overtaken_by_a_pause_skips_nobody",
+    ),
+    Guard(
+        "altered-campaign-begins-nothing",
+        _RUNNER,
+        "    if not is_unaltered(campaign):\n",
+        "    if campaign.state == C.HALTED:\n",
+        "A campaign that was altered after its approval begins no rotation.",
+        f"{_CAMPAIGN_TESTS}::test_tick_of_a_campaign_altered_after_its_approval_begins_nothing",
     ),
     Guard(
         "only-a-running-campaign-is-paused",
