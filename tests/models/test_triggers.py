@@ -583,14 +583,15 @@ def _approve_claimed(approval: str, world: World, state: str, **changes: Any) ->
     """Approve a new request that was made on a command line, without a break-glass action."""
     attribute, column = _REQUESTS[approval]
     original: Any = getattr(world, attribute)
-    table, subject = REQUEST_TABLES[approval], fresh_id()
-    key = REQUEST_KEYS[table]
+    table = REQUEST_TABLES[approval]
+    key, subject = REQUEST_KEYS[table], fresh_id()
     if attribute in {"standing", "waiting"}:  # A schedule has one of each state, a credential one open rotation.
         update(table, {"state": "rejected"}, **{key: original.pk})
     claim = {key: subject, "is_requester_claimed": True, "state": original.state}
     insert_copy(table, claim, **{key: original.pk})
     _approve(approval, world, **{column: subject})
-    update(table, {"state": state, **changes}, **{key: subject})
+    new: Row = {key: subject}
+    update(table, {"state": state, **changes}, **new)
 
 
 REQUEST_TABLES = {rule.approval: rule.table for rule in list_rules() if isinstance(rule, FourEyes)}

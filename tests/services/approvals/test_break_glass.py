@@ -8,7 +8,7 @@ from django.test import override_settings
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import HOST, OperatorPrincipal
+from keyvault.access.principals import HOST, OperatorPrincipal, Principal
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
@@ -259,7 +259,11 @@ def test_break_glass_noted_for_a_service_principal_is_refused(scene: Scene) -> N
 def test_break_glass_approval_of_a_request_by_a_claimed_token_is_noted(scene: Scene, creator: str) -> None:
     """The approver may have created the token in another's name, so comparing persons proves nothing."""
     key, _ = issue(scene.production)
-    creators = {"host": HOST, "named on the host": on_host(scene.admin), "in the console": scene.admin}
+    creators: dict[str, Principal] = {
+        "host": HOST,
+        "named on the host": on_host(scene.admin),
+        "in the console": scene.admin,
+    }
     _, text = make_token(P.ROTATIONS_WRITE, by=creators[creator])
     service = prove_service_token(text.reveal(), now())
     assert service is not None
