@@ -583,8 +583,8 @@ def _approve_claimed(approval: str, world: World, state: str, **changes: Any) ->
     """Approve a new request that was made on a command line, without a break-glass action."""
     attribute, column = _REQUESTS[approval]
     original: Any = getattr(world, attribute)
-    table, subject = REQUEST_TABLES[approval], fresh_id()
-    key = REQUEST_KEYS[table]
+    table = REQUEST_TABLES[approval]
+    key, subject = REQUEST_KEYS[table], fresh_id()
     if attribute in {"standing", "waiting"}:  # A schedule has one of each state, a credential one open rotation.
         update(table, {"state": "rejected"}, or_replace=False, **{key: original.pk})
     claim = {key: subject, "is_requester_claimed": True, "state": original.state}
