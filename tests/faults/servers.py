@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,8 +33,8 @@ from tests.servers.throwaway import (
 DATABASE_NAME = "keyvault_main"
 """As `tests.environment` calls it."""
 
-STARTED_BY_THEMSELVES = frozenset({"openbao"})
-"""By the experiments: it wants to be unsealed."""
+STARTED_BY_THEMSELVES = frozenset({"openbao", "mount"})
+"""By the experiments: a Vault wants to be unsealed, and `mount` is the right to mount a small file system."""
 
 
 class Restartable:
@@ -104,8 +105,22 @@ def find_missing(names: frozenset[str]) -> list[str]:
         "redis": redis.find_redis,
         "rabbitmq": _find_rabbitmq,
         "openbao": find_vault,
+        "mount": _find_mount,
     }
     return sorted(name for name in names if found[name]() is None)
+
+
+def _find_mount() -> Path | None:
+    """Return `mount`, if this user may mount a small file system."""
+    found = shutil.which("mount")
+    if found is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([found, "-t", "tmpfs", "keyvault-probe", folder], capture_output=True, check=False)
+        if done.returncode != 0:
+            return None
+        subprocess.run(["umount", folder], check=True)  # noqa: S607  beside `mount`
+    return Path(found)
 
 
 def make_database(url: str) -> None:
