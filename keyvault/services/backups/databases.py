@@ -201,14 +201,14 @@ def _write_sqlite(folder: Path, chunks: Iterable[bytes]) -> None:
     with copy.open("wb") as file:
         for chunk in chunks:
             file.write(chunk)
-    with closing(sqlite3.connect(copy)) as source:
-        with closing(sqlite3.connect(connection.settings_dict["NAME"], timeout=0)) as target:
-            try:
-                # Fails if another process has the file open. The backup API then replaces all pages, or none.
-                target.execute("PRAGMA journal_mode=DELETE")
-                source.backup(target)
-            except sqlite3.OperationalError as error:
-                raise _in_use_error(str(error)) from error
+    name = connection.settings_dict["NAME"]
+    with closing(sqlite3.connect(copy)) as source, closing(sqlite3.connect(name, timeout=0)) as target:
+        try:
+            # Fails if another process has the file open. The backup API then replaces all pages, or none.
+            target.execute("PRAGMA journal_mode=DELETE")
+            source.backup(target)
+        except sqlite3.OperationalError as error:
+            raise _in_use_error(str(error)) from error
 
 
 # --- both ---------------------------------------------------------------------------------------------------
