@@ -58,6 +58,7 @@ class Permission(StrEnum):
     REVOCATION_LOG_APPEND = "revocation_log:append"
     PROCESSES_WATCH = "processes:watch"
     REVOCATIONS_REPLAY = "revocations:replay"
+    INSTALLATION_MAINTAIN = "installation:maintain"
     BREAK_GLASS_REVIEW = "break_glass:review"
 
 

@@ -118,7 +118,8 @@ HOST = System(
     "host",
     frozenset({Permission.OPERATORS_WRITE, Permission.OPERATORS_ENROLL})
     | {Permission.MERCHANTS_WRITE, Permission.TOKENS_WRITE}
-    | {Permission.PEPPERS_READ, Permission.PEPPERS_WRITE, Permission.REVOCATIONS_REPLAY},
+    | {Permission.PEPPERS_READ, Permission.PEPPERS_WRITE, Permission.REVOCATIONS_REPLAY}
+    | {Permission.INSTALLATION_MAINTAIN},
     Channel.COMMAND_LINE,
 )
 """The host's command line, for setup. It can neither approve requests nor read keys."""

@@ -3,14 +3,19 @@
 Each record is encrypted under the master key. Its mount, path and version are associated data (NIST SP 800-38D), so
 that a record copied to another path cannot be decrypted. Each record has a nonce of 96 random bits; versions are
 written once.
+
+Every open keystore holds a shared lock on a file beside it. `local_rekeying` takes it exclusively while it changes the
+master key, so that no process writes or reads with a former one.
 """
 
 import base64
 import binascii
+import fcntl
 import json
 import os
 import sqlite3
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,15 +40,16 @@ from keyvault.backends.base import (
 from keyvault.backends.private_files import ensure_private_file, read_or_make_master_key
 from keyvault.domain.plaintext import Plaintext
 
-_NONCE_BYTES: Final = 12
-_CHECK: Final = b"keyvault/keystore-check/v1"
-_TEXT: Final = b"keyvault/text/v1"
+KEYSTORE_NAME: Final = "keystore.sqlite3"
+NONCE_BYTES: Final = 12
+CHECK: Final = b"keyvault/keystore-check/v1"
+TEXT: Final = b"keyvault/text/v1"
 """Associated data of a text that its caller stores."""
 _BUSY_SECONDS: Final = 20
-_ALTERED: Final = (InvalidTag, ValueError, TypeError)
+ALTERED: Final = (InvalidTag, ValueError, TypeError)
 """Errors of an altered nonce or ciphertext, including a wrong length or type."""
 
-_SCHEMA: Final = """
+SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS master_key_check (
     only INTEGER PRIMARY KEY CHECK (only = 1),
     nonce BLOB NOT NULL,
@@ -59,7 +65,16 @@ CREATE TABLE IF NOT EXISTS records (
     PRIMARY KEY (mount, path, version),
     CHECK ((state = 'destroyed') = (sealed IS NULL))
 );
+CREATE TABLE IF NOT EXISTS master_key_rotation (
+    only INTEGER PRIMARY KEY CHECK (only = 1),
+    nonce BLOB NOT NULL,
+    sealed BLOB NOT NULL,
+    mount TEXT NOT NULL,
+    path TEXT NOT NULL,
+    version INTEGER NOT NULL
+);
 """
+"""`master_key_rotation`: one row while a rotation is unfinished: the check of the new key, and the record done last."""
 
 
 def parse_master_key(text: str) -> bytes:
@@ -80,16 +95,22 @@ class LocalKeystore:
     """
 
     def __init__(self, folder: Path, master_key_text: str = "") -> None:
-        self._file = folder / "keystore.sqlite3"
+        self._file = folder / KEYSTORE_NAME
         # Connecting never creates the file: a keystore that disappeared is an outage, not an empty keystore.
         self._uri = f"{self._file.absolute().as_uri()}?mode=rw"
         # SQLite would create it with the process's umask.
         ensure_private_file(self._file)
+        self._close_lock = weakref.finalize(self, os.close, _lock_shared(folder))
         with self._connection() as connection:
             if not _retry_while_busy(lambda: _use_write_ahead_log(connection)):
                 raise BackendUnavailableError("The local keystore is busy. Try again.", internal=f"{self._file}: busy")
-            connection.executescript(_SCHEMA)
+            connection.executescript(SCHEMA)
             check = connection.execute("SELECT nonce, sealed FROM master_key_check").fetchone()
+            if connection.execute("SELECT only FROM master_key_rotation").fetchone() is not None:
+                raise ImproperlyConfigured(
+                    f"a rotation of the master key of {self._file} is unfinished; "
+                    "run again: manage.py rotate_master_key"
+                )
         text = master_key_text or read_or_make_master_key(folder / "master.key", may_make=check is None)
         self._cipher = AESGCM(parse_master_key(text))
         self._check_master_key(check)
@@ -107,8 +128,8 @@ class LocalKeystore:
     ) -> int:
         version = expected_version + 1
         body = json.dumps({"secret": secret.reveal(), "labels": dict(labels)}).encode()
-        nonce = os.urandom(_NONCE_BYTES)
-        sealed = self._cipher.encrypt(nonce, body, _associated_data(mount, path, version))
+        nonce = os.urandom(NONCE_BYTES)
+        sealed = self._cipher.encrypt(nonce, body, associated_data(mount, path, version))
         with self._transaction() as connection:
             if _newest_version(connection, mount, path) != expected_version:
                 raise BackendConflictError(
@@ -136,8 +157,8 @@ class LocalKeystore:
         if row is None:
             raise BackendMissingError("No readable secret is stored there.", internal=f"{mount}/{path}@{chosen}")
         try:
-            body = json.loads(self._cipher.decrypt(row[0], row[1], _associated_data(mount, path, chosen)))
-        except _ALTERED:
+            body = json.loads(self._cipher.decrypt(row[0], row[1], associated_data(mount, path, chosen)))
+        except ALTERED:
             raise BackendInvalidError(
                 "A stored secret was altered, or is at the wrong path.",
                 internal=f"{mount}/{path}@{chosen} cannot be decrypted with the master key",
@@ -161,7 +182,7 @@ class LocalKeystore:
             )
         with self._connection() as connection:
             # The write-ahead log keeps the old page until no reader needs it.
-            is_erased = _retry_while_busy(lambda: _empty_write_ahead_log(connection))
+            is_erased = _retry_while_busy(lambda: empty_write_ahead_log(connection))
         if not is_erased:
             raise BackendUnavailableError(
                 "The local keystore is busy, so the secret may not be erased yet. Try again.",
@@ -188,15 +209,15 @@ class LocalKeystore:
         yield from (str(row[0]) for row in rows)
 
     def encrypt(self, text: Plaintext) -> str:
-        nonce = os.urandom(_NONCE_BYTES)
-        sealed = self._cipher.encrypt(nonce, text.reveal().encode(), _TEXT)
+        nonce = os.urandom(NONCE_BYTES)
+        sealed = self._cipher.encrypt(nonce, text.reveal().encode(), TEXT)
         return base64.b64encode(nonce + sealed).decode()
 
     def decrypt(self, ciphertext: str) -> Plaintext:
         try:
             sealed = base64.b64decode(ciphertext, validate=True)
-            return Plaintext(self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], _TEXT).decode())
-        except _ALTERED:
+            return Plaintext(self._cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], TEXT).decode())
+        except ALTERED:
             raise BackendInvalidError(
                 "An encrypted text was altered, or belongs to another master key.",
                 internal="the text cannot be decrypted with the master key",
@@ -214,17 +235,17 @@ class LocalKeystore:
 
     def _check_master_key(self, check: tuple[bytes, bytes] | None) -> None:
         if check is None:
-            nonce = os.urandom(_NONCE_BYTES)
+            nonce = os.urandom(NONCE_BYTES)
             with self._transaction() as connection:
                 # A concurrent first run may have inserted its row first. Then that row is checked.
                 connection.execute(
                     "INSERT OR IGNORE INTO master_key_check (only, nonce, sealed) VALUES (1, ?, ?)",
-                    (nonce, self._cipher.encrypt(nonce, _CHECK, _CHECK)),
+                    (nonce, self._cipher.encrypt(nonce, CHECK, CHECK)),
                 )
                 check = connection.execute("SELECT nonce, sealed FROM master_key_check").fetchone()
         try:
-            self._cipher.decrypt(check[0], check[1], _CHECK)
-        except _ALTERED:
+            self._cipher.decrypt(check[0], check[1], CHECK)
+        except ALTERED:
             raise ImproperlyConfigured(
                 f"the master key is not the one that {self._file} was made with; restore the right one "
                 "(KEYVAULT_MASTER_KEY, or master.key beside it)"
@@ -266,6 +287,22 @@ class LocalKeystore:
             connection.execute("COMMIT")
 
 
+def open_lock(folder: Path) -> int:
+    """Return a descriptor of the file that open keystores lock."""
+    return os.open(folder / f"{KEYSTORE_NAME}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _lock_shared(folder: Path) -> int:
+    """Return a descriptor with the shared lock. Forked children share it. Raises ImproperlyConfigured."""
+    descriptor = open_lock(folder)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ImproperlyConfigured("the master key is being rotated; start again when that has ended") from None
+    return descriptor
+
+
 def _use_write_ahead_log(connection: sqlite3.Connection) -> bool:
     """Switch to the write-ahead log; False when the database is busy, such as in concurrent first runs."""
     try:
@@ -277,7 +314,7 @@ def _use_write_ahead_log(connection: sqlite3.Connection) -> bool:
     return True
 
 
-def _empty_write_ahead_log(connection: sqlite3.Connection) -> bool:
+def empty_write_ahead_log(connection: sqlite3.Connection) -> bool:
     """Empty the write-ahead log; False when a reader or another checkpoint blocks it."""
     return not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
 
@@ -299,6 +336,6 @@ def _newest_version(connection: sqlite3.Connection, mount: Mount, path: str) -> 
     return int(row[0])
 
 
-def _associated_data(mount: Mount, path: str, version: int) -> bytes:
+def associated_data(mount: Mount, path: str, version: int) -> bytes:
     """Return the associated data, unambiguous because neither mount nor number contains a zero byte."""
     return b"\0".join((b"keyvault/keystore/v1", mount.encode(), path.encode(), str(version).encode()))

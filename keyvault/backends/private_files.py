@@ -4,6 +4,7 @@ import base64
 import os
 import secrets
 import tempfile
+import time
 from pathlib import Path
 
 from django.core.exceptions import ImproperlyConfigured
@@ -26,7 +27,22 @@ def read_or_make_secret(path: Path) -> str:
     Raises ImproperlyConfigured when users other than the owner can read the file.
     """
     if not path.exists():
-        _make_once(path, secrets.token_urlsafe(64))
+        _make_once(path, new_secret())
+    return read_private_file(path)
+
+
+def new_secret() -> str:
+    """Return 86 random characters."""
+    return secrets.token_urlsafe(64)
+
+
+def find_recent_secret(path: Path, max_age_seconds: float) -> str | None:
+    """Return a secret that was written not longer ago than this; None: there is none.
+
+    Raises ImproperlyConfigured when others than the owner may read the file.
+    """
+    if not path.exists() or time.time() - path.stat().st_mtime > max_age_seconds:
+        return None
     return read_private_file(path)
 
 

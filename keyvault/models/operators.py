@@ -1,8 +1,10 @@
 """Operators of the console. Two operators that are the same human share a `person`, which four-eyes checks compare."""
 
 import secrets
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from django.conf import settings
 from django.contrib.auth.hashers import check_password
 from django.contrib.auth.models import AbstractUser, UserManager
 from django.db import models
@@ -70,8 +72,15 @@ class Operator(RecordedModel, AbstractUser):
 
     def get_session_auth_hash(self) -> str:
         """Return the hash that binds sessions: a change of password, roles, scope or state ends them."""
+        return self._bind_session(None)
+
+    def get_session_auth_fallback_hash(self) -> Iterator[str]:
+        """Yield the same under each former session key, which `rotate_session_key` has replaced."""
+        return (self._bind_session(secret) for secret in settings.SECRET_KEY_FALLBACKS)
+
+    def _bind_session(self, secret: str | None) -> str:
         bound = f"{self.password}:{self.version}"
-        return salted_hmac("keyvault.models.Operator.session", bound, algorithm="sha256").hexdigest()
+        return salted_hmac("keyvault.models.Operator.session", bound, secret=secret, algorithm="sha256").hexdigest()
 
     def check_password(self, raw_password: str | None) -> bool:
         """Check the password without a write. `services.sessions.sign_in` upgrades the hash in its own transaction."""

@@ -331,6 +331,13 @@ SETTINGS: tuple[Setting, ...] = (
         is_secret=True,
     ),
     Setting(
+        "KEYVAULT_SECRET_KEY_FALLBACK",
+        "",
+        "With `KEYVAULT_SECRET_KEY`: its former value, which still verifies sessions. Remove it after 8 hours.",
+        _secret_key,
+        is_secret=True,
+    ),
+    Setting(
         "KEYVAULT_ORIGIN",
         "http://127.0.0.1:8000",
         "Scheme and host of the service's public URL. Plain http on this machine only.",

@@ -10,7 +10,12 @@ from django.core.exceptions import ImproperlyConfigured
 from kombu import Exchange, Queue
 
 from keyvault.access.limits import SESSION_SECONDS
-from keyvault.backends.private_files import ensure_private_directory, ensure_private_file, read_or_make_secret
+from keyvault.backends.private_files import (
+    ensure_private_directory,
+    ensure_private_file,
+    find_recent_secret,
+    read_or_make_secret,
+)
 from keyvault.domain.networks import IPNetwork
 from keyvault.domain.origins import to_domain
 from keyvault.domain.plaintext import Plaintext
@@ -88,7 +93,15 @@ BROKER_DIR = DATA_DIR / "broker"
 
 # --- Django -----------------------------------------------------------------------------------------------
 
+IS_SESSION_KEY_SET = bool(_values["KEYVAULT_SECRET_KEY"])
 SECRET_KEY = _values["KEYVAULT_SECRET_KEY"] or read_or_make_secret(DATA_DIR / "django.key")
+# It verifies sessions of before the last rotation. After the lifetime of a session it has none left to verify.
+_fallback = _values["KEYVAULT_SECRET_KEY_FALLBACK"]
+if not IS_SESSION_KEY_SET:
+    if _fallback:
+        raise ImproperlyConfigured("KEYVAULT_SECRET_KEY_FALLBACK: without effect; set KEYVAULT_SECRET_KEY, too")
+    _fallback = find_recent_secret(DATA_DIR / "django.key.previous", SESSION_SECONDS)
+SECRET_KEY_FALLBACKS = [_fallback] if _fallback else []
 DEBUG = False
 ALLOWED_HOSTS = sorted(
     {

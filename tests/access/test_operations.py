@@ -88,6 +88,7 @@ backend:reconcile        - - - - -
 revocation_log:append    - - - - -
 processes:watch          - - - - -
 revocations:replay       - - - - -
+installation:maintain    - - - - -
 break_glass:review       2 - 2 - -
 """
 ROLES = [
@@ -276,7 +277,7 @@ def test_systems_have_only_their_own_permissions(permission: P) -> None:
     worker |= {P.AUDIT_SIGN, P.KEYS_REHASH, P.BACKEND_RECONCILE, P.REVOCATION_LOG_APPEND, P.PROCESSES_WATCH}
     worker |= {P.REVOCATIONS_REPLAY}
     host = {P.OPERATORS_WRITE, P.MERCHANTS_WRITE, P.TOKENS_WRITE, P.PEPPERS_READ, P.PEPPERS_WRITE}
-    host |= {P.REVOCATIONS_REPLAY, P.OPERATORS_ENROLL}
+    host |= {P.REVOCATIONS_REPLAY, P.OPERATORS_ENROLL, P.INSTALLATION_MAINTAIN}
     assert (asked(WORKER, permission) == "allowed") == (permission in worker)
     assert (asked(HOST, permission) == "allowed") == (permission in host)
 

@@ -17,6 +17,7 @@ REVEALS: dict[str, str] = {
     "keyvault/admin/account/second_factors.py": "the pages that show the seed and the recovery codes of their operator",
     "keyvault/admin/account/single_sign_on.py": "hands the client secret to allauth",
     "keyvault/api/idempotency.py": "the one answer that shows a new secret, and its replay",
+    "keyvault/backends/backup_archive.py": "derives the key of an archive from its passphrase",
     "keyvault/backends/local.py": "seals and encrypts it",
     "keyvault/domain/connections.py": "looks at a provider's credentials before they are stored",
     "keyvault/backends/vault/client.py": "hands its token to hvac",

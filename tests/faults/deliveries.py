@@ -24,7 +24,7 @@ def run(asked: Asked) -> Result:
     merchants, token = make_merchants(MEMBERS), gateway_token()
     losing = {SEED: str(asked.seed), TALLY: str(tally)}
     with (
-        served(asked.folder, environ=losing, wrapped=True) as (service, port),
+        served(asked.folder, environ=losing, wrapper="tests.faults.lossy") as (service, port),
         Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as sent,
     ):
         campaign = begin_campaign()

@@ -27,20 +27,20 @@ class GaveUpError(Exception):
 
 @contextmanager
 def served(
-    folder: Path, *, workers: int = 1, beats: int = 1, environ: Mapping[str, str] | None = None, wrapped: bool = False
+    folder: Path, *, workers: int = 1, beats: int = 1, environ: Mapping[str, str] | None = None, wrapper: str = ""
 ) -> Iterator[tuple[Supervisor, int]]:
     """Start a server with this many beats and workers, and yield its port once it is ready. All end on exit.
 
-    `wrapped`: beats and workers are started through `tests.faults`, whose patches the environment chooses.
+    `wrapper`: the module of `tests.faults` through which beats and workers start; the environment chooses its patches.
     """
     port = find_free_port()
     told = {**os.environ, "KEYVAULT_ORIGIN": f"http://127.0.0.1:{port}", **(environ or {})}
     programs = [service.server_program(port)]
     # With the file broker each worker runs a beat.
     programs += [
-        _numbered(service.beat_program(), number, wrapped) for number in range(0 if settings.IS_FILE_BROKER else beats)
+        _numbered(service.beat_program(), number, wrapper) for number in range(0 if settings.IS_FILE_BROKER else beats)
     ]
-    programs += [_numbered(service.worker_program(), number, wrapped) for number in range(workers)]
+    programs += [_numbered(service.worker_program(), number, wrapper) for number in range(workers)]
     with Supervisor(programs, told, ROOT, folder / "logs", _note_restart) as programs_at_work:
         service.wait_until_ready(programs_at_work, port)
         yield programs_at_work, port
@@ -55,11 +55,11 @@ def _note_restart(line: str) -> None:
     say(line)
 
 
-def _numbered(program: Program, number: int, wrapped: bool) -> Program:
+def _numbered(program: Program, number: int, wrapper: str) -> Program:
     command = program.command
-    if wrapped:
+    if wrapper:
         options = command[command.index("keyvault.project") + 1 :]
-        command = (sys.executable, "-m", "tests.faults.lossy", *options)
+        command = (sys.executable, "-m", wrapper, *options)
     if program.name == WORKER:
         command = (*command, "--hostname", f"worker{number}@faults")
     return Program(f"{program.name}{number}", command, program.orphan_signal)

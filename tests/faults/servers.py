@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,8 +33,8 @@ from tests.servers.throwaway import (
 DATABASE_NAME = "keyvault_main"
 """Name in `tests.environment`."""
 
-STARTED_BY_THEMSELVES = frozenset({"openbao", "prometheus"})
-"""Started by the experiments: one must be unsealed, the other needs the addresses of the processes."""
+STARTED_BY_THEMSELVES = frozenset({"openbao", "prometheus", "mount"})
+"""Not started here. OpenBao must be unsealed, Prometheus needs addresses, and `mount` is the right to mount a disk."""
 
 
 class Restartable:
@@ -105,8 +106,22 @@ def find_missing(names: frozenset[str]) -> list[str]:
         "rabbitmq": _find_rabbitmq,
         "openbao": find_vault,
         "prometheus": _find_prometheus,
+        "mount": _find_mount,
     }
     return sorted(name for name in names if found[name]() is None)
+
+
+def _find_mount() -> Path | None:
+    """Return `mount`, if this user may mount a small file system."""
+    found = shutil.which("mount")
+    if found is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([found, "-t", "tmpfs", "keyvault-probe", folder], capture_output=True, check=False)
+        if done.returncode != 0:
+            return None
+        subprocess.run(["umount", folder], check=True)  # noqa: S607  beside `mount`
+    return Path(found)
 
 
 def make_database(url: str) -> None:

@@ -99,6 +99,7 @@ SECRETS = {
     "KEYVAULT_BROKER_URL": "amqp://keyvault:pass@broker.example",
     "KEYVAULT_MASTER_KEY": "A" * 43 + "=",
     "KEYVAULT_SECRET_KEY": "s" * 50,
+    "KEYVAULT_SECRET_KEY_FALLBACK": "f" * 50,
     "KEYVAULT_OIDC_CLIENT_SECRET": "the client's",
     "KEYVAULT_SMTP_URL": "smtps://keyvault:pass@mail.example.com",
     "KEYVAULT_ALARM_WEBHOOK_SECRET": "whsec_" + "A" * 43 + "=",

@@ -1,0 +1,176 @@
+"""Encrypt the local keystore again, under a new master key, in batches that each are one transaction.
+
+No process may have the keystore open meanwhile. A run that was killed is continued with the same two keys: the keystore
+records which record it has done last. Until `finish` the former key stays the keystore's, and a process that opens it
+is refused.
+"""
+
+import base64
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from keyvault.backends.base import BackendInvalidError, Mount
+from keyvault.backends.local import (
+    ALTERED,
+    CHECK,
+    KEYSTORE_NAME,
+    NONCE_BYTES,
+    SCHEMA,
+    TEXT,
+    associated_data,
+    empty_write_ahead_log,
+    open_lock,
+    parse_master_key,
+)
+from keyvault.domain.errors import StateConflictError
+
+BATCH: Final = 500
+"""Records of one transaction."""
+
+
+class Rekeying:
+    """Two master keys and the keystore of a folder, which nobody else has open. See `rekeying`."""
+
+    def __init__(self, connection: sqlite3.Connection, old_key: str, new_key: str) -> None:
+        self._connection = connection
+        self._old, self._new = AESGCM(parse_master_key(old_key)), AESGCM(parse_master_key(new_key))
+        if parse_master_key(old_key) == parse_master_key(new_key):
+            raise StateConflictError("The new master key is the present one. Create another: openssl rand -base64 32")
+
+    def is_finished(self) -> bool:
+        """Whether the keystore is under the new key. Raises StateConflictError if it is under neither key."""
+        check = self._fetch("SELECT nonce, sealed FROM master_key_check")
+        if check is None:
+            raise StateConflictError("The keystore is empty: there is nothing to rotate. Run manage.py setup first.")
+        if _opens(self._new, check):
+            return True
+        if not _opens(self._old, check):
+            raise StateConflictError(
+                "The keystore is under neither of the two master keys. Set KEYVAULT_MASTER_KEY (or master.key) to its "
+                "key."
+            )
+        return False
+
+    def begin(self) -> None:
+        """Record the new key's check, or compare it with that of the unfinished run. Raises StateConflictError."""
+        begun = self._fetch("SELECT nonce, sealed FROM master_key_rotation")
+        if begun is None:
+            nonce = os.urandom(NONCE_BYTES)
+            check = nonce, self._new.encrypt(nonce, CHECK, CHECK)
+            with self._transaction():
+                self._connection.execute("INSERT INTO master_key_rotation VALUES (1, ?, ?, '', '', 0)", check)
+        elif not _opens(self._new, begun):
+            raise StateConflictError("An unfinished rotation has another new master key. Continue it with that key.")
+
+    def encrypt_batch(self) -> int:
+        """Encrypt the next records again. Return how many; 0: all are done. Raises BackendInvalidError."""
+        with self._transaction():
+            rows = self._connection.execute(
+                "SELECT mount, path, version, nonce, sealed FROM records WHERE (mount, path, version) >"
+                " (SELECT mount, path, version FROM master_key_rotation) ORDER BY mount, path, version LIMIT ?",
+                (BATCH,),
+            ).fetchall()
+            for mount, path, version, nonce, sealed in rows:
+                if sealed is not None:
+                    self._encrypt_record(mount, path, version, nonce, sealed)
+            if rows:
+                self._connection.execute(
+                    "UPDATE master_key_rotation SET mount = ?, path = ?, version = ?", rows[-1][:3]
+                )
+        return len(rows)
+
+    def _encrypt_record(self, mount: str, path: str, version: int, nonce: bytes, sealed: bytes) -> None:
+        place = associated_data(Mount(mount), path, version)
+        try:
+            body = self._old.decrypt(nonce, sealed, place)
+        except ALTERED:
+            raise BackendInvalidError(
+                "A stored secret was altered, or is at the wrong path.",
+                internal=f"{mount}/{path}@{version} cannot be decrypted with the former master key",
+            ) from None
+        nonce = os.urandom(NONCE_BYTES)
+        self._connection.execute(
+            "UPDATE records SET nonce = ?, sealed = ? WHERE mount = ? AND path = ? AND version = ?",
+            (nonce, self._new.encrypt(nonce, body, place), mount, path, version),
+        )
+
+    def encrypt_text(self, ciphertext: str) -> str:
+        """Return a text that its caller stores, under the new key; unchanged if it is. Raises BackendInvalidError."""
+        try:
+            sealed = base64.b64decode(ciphertext, validate=True)
+            nonce, sealed = sealed[:NONCE_BYTES], sealed[NONCE_BYTES:]
+            if _opens(self._new, (nonce, sealed), TEXT):
+                return ciphertext
+            body = self._old.decrypt(nonce, sealed, TEXT)
+        except ALTERED:
+            raise BackendInvalidError("An encrypted text was altered, or belongs to another master key.") from None
+        nonce = os.urandom(NONCE_BYTES)
+        return base64.b64encode(nonce + self._new.encrypt(nonce, body, TEXT)).decode()
+
+    def finish(self) -> None:
+        """Make the new key the keystore's."""
+        with self._transaction():
+            self._connection.execute(
+                "UPDATE master_key_check SET (nonce, sealed) = (SELECT nonce, sealed FROM master_key_rotation)"
+            )
+            self._connection.execute("DELETE FROM master_key_rotation")
+        empty_write_ahead_log(self._connection)
+
+    def _fetch(self, statement: str) -> tuple[bytes, bytes] | None:
+        row: tuple[bytes, bytes] | None = self._connection.execute(statement).fetchone()
+        return row
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+
+@contextmanager
+def rekeying(folder: Path, old_key: str, new_key: str) -> Iterator[Rekeying]:
+    """Open a folder's keystore for nobody else.
+
+    Raises StateConflictError while another process has it open, or if there is none.
+    """
+    file = folder / KEYSTORE_NAME
+    if not file.exists():
+        raise StateConflictError(f"There is no keystore {file}. Run manage.py setup first.")
+    descriptor = open_lock(folder)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StateConflictError(
+                "Other processes have the keystore open. Stop every server, verifier, worker, beat and command of this "
+                "host, and run it again."
+            ) from None
+        uri = f"{file.absolute().as_uri()}?mode=rw"
+        with closing(sqlite3.connect(uri, uri=True, timeout=20, isolation_level=None)) as connection:
+            connection.execute("PRAGMA secure_delete=ON")
+            connection.execute("PRAGMA synchronous=FULL")
+            # A keystore of an earlier release lacks the table of the rotation.
+            connection.executescript(SCHEMA)
+            yield Rekeying(connection, old_key, new_key)
+    finally:
+        os.close(descriptor)
+
+
+def _opens(cipher: AESGCM, sealed: tuple[bytes, bytes], data: bytes = CHECK) -> bool:
+    try:
+        cipher.decrypt(sealed[0], sealed[1], data)
+    except InvalidTag:
+        return False
+    return True

@@ -1,0 +1,43 @@
+"""Encrypt the local keystore again under a new master key."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import CommandError, CommandParser
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import HOST
+from keyvault.management.json_command import JsonCommand
+from keyvault.services.recording.authorization import authorize
+from keyvault.services.secrets.master_key import rotate_master_key
+
+
+class Command(JsonCommand):
+    help = (
+        "Encrypt the local keystore and the seeds of second factors again, under a new master key. First stop every "
+        "process of this host; it refuses otherwise. It may be killed and run again. Until it has ended the former "
+        "key is needed, and afterwards for backups made before."
+    )
+
+    def add_options(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "--new-key-file",
+            metavar="FILE",
+            type=Path,
+            help="with KEYVAULT_MASTER_KEY: a private file with the new key",
+        )
+
+    def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        grant = authorize(HOST, Permission.INSTALLATION_MAINTAIN, now=self.now)
+        try:
+            done = rotate_master_key(grant, options["new_key_file"])
+        except ImproperlyConfigured as error:
+            raise CommandError(str(error)) from error
+        steps = [] if done.is_installed else [f"set KEYVAULT_MASTER_KEY to the key in {options['new_key_file']}"]
+        return {
+            "records": done.records,
+            "second_factors": done.second_factors,
+            "next": [*steps, "start the service", "make a backup: earlier ones need the former master key"],
+        }

@@ -1,0 +1,111 @@
+"""Rotate the master key of the local keystore, and of the texts that it encrypted for rows of the database.
+
+The order lets a run be killed anywhere and started again: records, texts, audit entry, the keystore's own check, and
+last the file of the key. Until the check is replaced, the former key is needed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from allauth.mfa.models import Authenticator
+from django.conf import settings
+
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.backends.local_rekeying import Rekeying, rekeying
+from keyvault.backends.private_files import (
+    read_or_make_master_key,
+    read_private_file,
+    remove_private_file,
+    write_private_file,
+)
+from keyvault.domain.errors import RequestInvalidError
+from keyvault.services.recording.transaction import recorded
+
+BATCH: Final = 100
+"""Rows of one transaction."""
+
+_FIELDS: Final = ("secret", "seed")
+"""Members of a second factor's data that the secret backend encrypted: an app's seed, and that of recovery codes."""
+
+
+@dataclass(slots=True)
+class MasterKeyRotation:
+    """What this run has encrypted again: records of the keystore, and second factors of operators.
+
+    `is_installed`: the new key is in the file that the processes read. Otherwise the operator sets it.
+    """
+
+    records: int = 0
+    second_factors: int = 0
+    is_installed: bool = False
+
+
+def rotate_master_key(grant: Grant, new_key_file: Path | None) -> MasterKeyRotation:
+    """Rotate the key. `new_key_file`: the new key, if the present one comes from KEYVAULT_MASTER_KEY.
+
+    Without it, the keys are `master.key` of the data folder, and a new one beside it.
+
+    Raises:
+        RequestInvalidError: the key file is missing or not allowed here, or the secrets are in a Vault.
+        StateConflictError: other processes have the keystore open, or the keys are not those of the unfinished run.
+        BackendInvalidError: a record was altered.
+        ImproperlyConfigured: a key file is missing, malformed, or others may read it.
+    """
+    _require_local(new_key_file)
+    current, made = settings.DATA_DIR / "master.key", settings.DATA_DIR / "master.key.new"
+    old_key = settings.MASTER_KEY or read_private_file(current)
+    if new_key_file is None and made.exists() and read_private_file(made) == old_key:
+        # A run was killed after it had put the new key in place.
+        remove_private_file(made)
+    new_key = read_private_file(new_key_file) if new_key_file else read_or_make_master_key(made, may_make=True)
+    done = MasterKeyRotation(is_installed=new_key_file is None)
+    with rekeying(settings.DATA_DIR, old_key, new_key) as keystore:
+        if not keystore.is_finished():
+            keystore.begin()
+            while count := keystore.encrypt_batch():
+                done.records += count
+            done.second_factors = sum(_encrypt_second_factors(grant, keystore))
+            with recorded(grant, Permission.INSTALLATION_MAINTAIN, "master_key.rotated"):
+                pass
+            keystore.finish()
+        if done.is_installed:
+            write_private_file(current, new_key)
+            remove_private_file(made)
+    return done
+
+
+def _require_local(new_key_file: Path | None) -> None:
+    if settings.IS_VAULT:
+        raise RequestInvalidError("With KEYVAULT_BACKEND=vault there is no master key. Rotate the Vault's own keys.")
+    if settings.MASTER_KEY and new_key_file is None:
+        raise RequestInvalidError(
+            "The master key comes from KEYVAULT_MASTER_KEY. Write the new one to a private file "
+            "(openssl rand -base64 32), and name it with --new-key-file."
+        )
+    if not settings.MASTER_KEY and new_key_file is not None:
+        raise RequestInvalidError(
+            "The master key is master.key in the data folder. Omit --new-key-file: a new key is created beside it."
+        )
+
+
+def _encrypt_second_factors(grant: Grant, keystore: Rekeying) -> Iterator[int]:
+    """Encrypt the seeds again, in the order of their rows, and yield how many changed. One under the new key stays."""
+    last = 0
+    while rows := list(Authenticator.objects.filter(pk__gt=last).order_by("pk")[:BATCH]):
+        last = rows[-1].pk
+        changed = []
+        for row in rows:
+            new = {name: keystore.encrypt_text(row.data[name]) for name in _FIELDS if name in row.data}
+            if any(row.data[name] != text for name, text in new.items()):
+                row.data |= new
+                changed.append(row)
+        if changed:
+            with recorded(
+                grant, Permission.INSTALLATION_MAINTAIN, "second_factors.encrypted_again", count=len(changed)
+            ):
+                for row in changed:
+                    row.save(update_fields=["data"])
+        yield len(changed)
