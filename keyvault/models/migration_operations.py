@@ -107,11 +107,11 @@ class Backfill(Operation):
             batch = list(waiting.filter(pk__gt=batch[-1])[:BATCH_ROWS])
 
     def database_backwards(self, *arguments: Any) -> None:
-        """The values stay: whoever removes the column removes them."""
+        """Keep the values: the migration that removes the column removes them."""
 
 
 def _has_constraint(schema_editor: BaseDatabaseSchemaEditor, model: type[models.Model], name: str) -> bool:
-    """Whether the table has an index or a constraint of this name."""
+    """Return whether the table has an index or a constraint of this name."""
     connection = schema_editor.connection
     with connection.cursor() as cursor:
         return name in connection.introspection.get_constraints(cursor, model._meta.db_table)

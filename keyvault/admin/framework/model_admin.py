@@ -32,7 +32,7 @@ from keyvault.admin.framework.actions import (
     format_text,
     require_version,
 )
-from keyvault.admin.framework.enforcement import Guarded, grant_for, may, operator_of
+from keyvault.admin.framework.enforcement import Guarded, View, grant_for, may, operator_of
 from keyvault.admin.framework.pages import form_page, page, secret_page
 from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.sign_in import second_factor_url, set_locked
@@ -269,35 +269,20 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def get_urls(self) -> list[URLPattern]:
         base = f"{self.opts.app_label}_{self.opts.model_name}"
+
+        def route(
+            place: str, item: CreateAction | RowAction | SecretView, methods: tuple[str, ...], view: View
+        ) -> URLPattern:
+            guarded = self.guarded((item.permission,), methods, partial(view, item))
+            return path(f"{place}/{item.name}/", guarded, name=f"{base}_{item.name}")
+
+        detail = self.guarded(self.view_permissions, _GET, self._detail_view)
         return [
             path("", self.guarded(self.view_permissions, _GET, self._list_view), name=f"{base}_changelist"),
-            *(
-                path(
-                    f"new/{item.name}/",
-                    self.guarded((item.permission,), _GET_AND_POST, partial(self._create_view, item)),
-                    name=f"{base}_{item.name}",
-                )
-                for item in self.create_actions
-            ),
-            path(
-                "<str:object_id>/", self.guarded(self.view_permissions, _GET, self._detail_view), name=f"{base}_change"
-            ),
-            *(
-                path(
-                    f"<str:object_id>/{item.name}/",
-                    self.guarded((item.permission,), _GET, partial(self._secret_view, item)),
-                    name=f"{base}_{item.name}",
-                )
-                for item in self.secret_views
-            ),
-            *(
-                path(
-                    f"<str:object_id>/{item.name}/",
-                    self.guarded((item.permission,), _GET_AND_POST, partial(self._action_view, item)),
-                    name=f"{base}_{item.name}",
-                )
-                for item in self.row_actions
-            ),
+            *(route("new", item, _GET_AND_POST, self._create_view) for item in self.create_actions),
+            path("<str:object_id>/", detail, name=f"{base}_change"),
+            *(route("<str:object_id>", item, _GET, self._secret_view) for item in self.secret_views),
+            *(route("<str:object_id>", item, _GET_AND_POST, self._action_view) for item in self.row_actions),
         ]
 
     # --- views --------------------------------------------------------------------------------------------
