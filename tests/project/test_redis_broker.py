@@ -8,6 +8,7 @@ from kombu import Connection, Consumer, Message, Queue
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from keyvault.project import redis_broker
 from keyvault.project.redis_broker import RedisTransport
 from tests.project.test_celery import describe_connection
 from tests.servers.redis import find_redis, redis_server
@@ -33,6 +34,26 @@ def test_message_that_cannot_be_settled_is_reserved_no_longer(settle: str) -> No
         getattr(message, settle)()
     assert channel.qos.can_consume()
     connection.release()
+
+
+@pytest.mark.skipif(find_redis() is None, reason="no Redis server on this machine")
+def test_queue_without_a_worker_is_bounded_and_takes_messages_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: beat fills neither Redis nor the first minutes of the next worker while no worker runs."""
+    monkeypatch.setattr(redis_broker, "MAX_MESSAGES", 3)
+    with redis_server() as url, Connection(url, transport=RedisTransport) as connection, Redis.from_url(url) as client:
+        work, other = (Queue(name, channel=connection.default_channel) for name in ("work", "other"))
+        work.declare()
+        other.declare()
+        producer = connection.Producer()
+        for number in range(5):
+            producer.publish({"number": number}, routing_key="work")
+        producer.publish({}, routing_key="other")
+        assert (client.llen("work"), client.llen("other")) == (3, 1)
+        message = work.get()
+        assert message is not None
+        message.ack()
+        producer.publish({"number": 5}, routing_key="work")
+        assert client.llen("work") == 3
 
 
 @pytest.mark.skipif(find_redis() is None, reason="no Redis server on this machine")
