@@ -13,6 +13,7 @@ import yaml
 from prometheus_client import Counter, Gauge, Histogram
 
 from keyvault.backends import meters
+from tests.architecture.deployment import processes
 from tests.architecture.pages import ALERT_RULES, alert_rules
 from tests.environment import ROOT, required_servers
 
@@ -75,6 +76,13 @@ def test_legends_of_the_dashboard_use_labels_of_their_expression() -> None:
         for target in panel["targets"]:
             for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
                 assert label in target["expr"] or label in {"instance", "pid"}, target
+
+
+def test_sample_scrapes_every_process() -> None:
+    sample = yaml.safe_load(ALERT_RULES.with_name("prometheus.yml").read_text())
+    found = {job["job_name"]: job["static_configs"][0]["targets"] for job in sample["scrape_configs"]}
+    assert found == {f"keyvault-{row.name}": [f"127.0.0.1:{row.metrics}"] for row in processes() if row.metrics}
+    assert all(row.metrics or row.once for row in processes())
 
 
 def test_rules_name_their_runbook() -> None:
