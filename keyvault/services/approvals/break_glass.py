@@ -7,15 +7,12 @@ of them. `BreakGlass.excluded_persons` has everyone who must not review.
 
 import secrets
 from collections.abc import Collection
-from functools import reduce
-from operator import or_
 
 from django.db.models import Q
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import SYSTEM_PREFIX, Channel, OperatorPrincipal, is_claimed
-from keyvault.access.roles import FOUR_EYES_ROLES
 from keyvault.access.rules import Target
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.audit import APPROVAL_SUFFIX
@@ -23,8 +20,9 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Account, BreakGlass, OperatorChange, OperatorChangeKind
+from keyvault.models import Account, BreakGlass
 from keyvault.models import Operator as OperatorRow
+from keyvault.services.operators.approving_persons import list_unreviewed_changes
 from keyvault.services.recording.authorization import target_of
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -72,16 +70,8 @@ def note_break_glass(
 
 
 def find_authority_fault(username: str) -> str | None:
-    """Return why the operator neither approves nor reviews yet, or None.
-
-    A person with a shell can claim the approval of an operator's first approving role, its scope, or a reset of its
-    second factors. Several such operators could review each other's claims. A further role of an approving person is
-    no reason, so that no claim stops all of them.
-    """
-    had_role = reduce(or_, (Q(roles_before__contains=role) for role in sorted(FOUR_EYES_ROLES)))
-    changes = OperatorChange.objects.filter(operator__username=username)
-    changes = changes.exclude(had_role, kind=OperatorChangeKind.ROLES)
-    if BreakGlass.objects.filter(subject__in=changes.values("change_id"), reviewed_at__isnull=True).exists():
+    """Return why the operator neither approves nor reviews yet, see `list_unreviewed_changes`; None: it may."""
+    if list_unreviewed_changes().filter(operator__username=username).exists():
         return (
             "Your role, scope or second factor was changed by an approval on a command line that is not reviewed yet. "
             "Until it is, you neither approve nor review."

@@ -3,9 +3,12 @@
 Both are active, with the whole installation as scope. Until there are two such persons, the host's owner decides alone,
 see `services.operator_changes`. Invited persons count there: two invitations end it.
 
-An invited person cannot approve before it has a second factor. So no change of an operator may leave fewer than two
-persons who have one.
+An invited person cannot approve before it has a second factor, and an approver made on a command line not before that
+is reviewed. So no change of an operator may leave fewer than two other persons.
 """
+
+from functools import reduce
+from operator import or_
 
 from allauth.mfa.models import Authenticator
 from django.conf import settings
@@ -15,7 +18,7 @@ from keyvault.access.roles import FOUR_EYES_ROLES, Role
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keystring import StringScope
-from keyvault.models import Operator
+from keyvault.models import BreakGlass, Operator, OperatorChange, OperatorChangeKind
 
 _ADMINISTRATOR = Role.KEY_ADMINISTRATOR
 
@@ -34,13 +37,26 @@ def list_second_factor_rows() -> QuerySet[Authenticator]:
     return rows
 
 
+def list_unreviewed_changes() -> QuerySet[OperatorChange]:
+    """Return the changes after which their operators neither approve nor review yet.
+
+    A person with a shell can claim the approval of an operator's first approving role, its scope, or a reset of its
+    second factors. Several such operators could review each other's claims. A further role of an approving person is
+    no reason, so that no claim stops all of them.
+    """
+    unreviewed = BreakGlass.objects.filter(reviewed_at__isnull=True).values("subject")
+    had_role = reduce(or_, (Q(roles_before__contains=role) for role in sorted(FOUR_EYES_ROLES)))
+    rows: QuerySet[OperatorChange] = OperatorChange.objects.filter(change_id__in=unreviewed)
+    return rows.exclude(had_role, kind=OperatorChangeKind.ROLES)
+
+
 def require_approvers_remain(
     operator: Operator, *, roles: frozenset[Role], scope: AccessScope, keeps_factors: bool = True
 ) -> None:
     """Require that operators can still be changed with these roles, this scope and the factors of an operator.
 
     Call it inside the `recorded` block, before the change. Locks all active operators, so that concurrent removals are
-    serialized. Persons who cannot sign in yet do not replace one who can.
+    serialized. Persons who cannot sign in or approve yet do not replace one who can.
 
     Raises StateConflictError when the last key administrator, or the last second person, of the whole installation
     would be removed.
@@ -50,7 +66,9 @@ def require_approvers_remain(
     list(Operator.objects.filter(is_active=True).select_for_update(no_key=True).order_by("pk").values_list("pk"))
     # After a lock wait PostgreSQL re-reads only the locked rows, not their groups: that takes a second query.
     can_sign_in = Operator.objects.filter(_has_factor(), pk=operator.pk).exists()
-    holders = _holders().filter(_has_factor()) if can_sign_in else _holders()
+    holders = _holders()
+    if can_sign_in:
+        holders = holders.filter(_has_factor()).exclude(pk__in=list_unreviewed_changes().values("operator"))
     others = _list_held(holders.exclude(pk=operator.pk))
     before = others | _held_by(operator.person, operator.roles, operator.access_scope)
     after = others | (_held_by(operator.person, roles, scope) if keeps_factors else frozenset())

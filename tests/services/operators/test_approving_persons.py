@@ -15,8 +15,9 @@ from keyvault.access.roles import Role
 from keyvault.access.scopes import NOWHERE, AccessScope
 from keyvault.domain.errors import StateConflictError
 from keyvault.models import Operator
+from keyvault.services.operator_changes import approve_change, change_roles
 from keyvault.services.operators.approving_persons import has_two_approving_persons
-from keyvault.services.operators.operators import disable_operator, set_roles, set_scope
+from keyvault.services.operators.operators import disable_operator, find_operator, set_roles, set_scope
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.invitations import prepare_sign_in
 from keyvault.services.sessions.second_factors import reset_second_factors
@@ -90,6 +91,21 @@ def test_approving_persons_who_can_sign_in_stay_two(remove: Callable[[str], None
     remove("approver")
     with pytest.raises(StateConflictError, match="one of the last two persons"):
         remove("second")
+
+
+def test_approver_made_on_a_command_line_replaces_nobody_before_the_review() -> None:
+    """One person with a shell does not replace the approvers by operators of their own."""
+    make_enrolled("admin", Role.KEY_ADMINISTRATOR)
+    for name in ("approver", "third"):
+        make_enrolled(name, Role.APPROVER)
+    make_enrolled("made", Role.AUDITOR)
+    allowed = grant(find_operator("admin", "root"), P.OPERATORS_WRITE)
+    change = change_roles(allowed, row_of("made"), [Role.APPROVER], "joins the approvers")
+    assert change is not None
+    approve_change(grant(find_operator("approver", "root"), P.OPERATORS_APPROVE), change, change.plan_digest)
+    disable("third")
+    with pytest.raises(StateConflictError, match="one of the last two persons"):
+        disable("approver")
 
 
 def test_administrator_who_can_sign_in_is_not_replaced_by_an_invited_one() -> None:
