@@ -920,4 +920,22 @@ GUARDS = (
         "An older release does not start on a schema that a newer one has made incompatible.",
         "tests/project/test_start.py::test_start_on_a_newer_schema_is_refused_in_one_line",
     ),
+    # --- backups and keys of the installation ----------------------------------------------------------------
+    Guard(
+        "no-evidence-in-a-backup",
+        "keyvault/services/backups/keystores.py",
+        '        copy.execute("DELETE FROM records WHERE mount = ?", (Mount.EVIDENCE,))\n',
+        "",
+        "The revocation anchor is never restored together with the database.",
+        "tests/services/backups/test_keystores.py::test_copy_has_the_secrets_and_not_the_evidence",
+    ),
+    Guard(
+        "rotation-alone",
+        "keyvault/backends/local_rekeying.py",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        "No process writes to the keystore with the former master key during a rotation.",
+        "tests/services/secrets/test_master_key.py"
+        "::test_master_key_rotation_is_refused_while_a_process_has_the_keystore_open",
+    ),
 )

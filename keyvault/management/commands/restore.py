@@ -19,6 +19,7 @@ from keyvault.services.recording.authorization import authorize
 _NEXT = [
     "on every other host with a revocation log: manage.py replay_revocations",
     "manage.py audit_verify; if only the log was rolled back: accept_audit_rollback on each host with a worker",
+    "manage.py review_access: operators disabled or restricted after the backup are as before",
     "start the service",
 ]
 

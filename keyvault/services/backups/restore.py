@@ -20,6 +20,7 @@ from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.releases import RELEASE, parse_release
 from keyvault.domain.revocation_log import Opened
+from keyvault.models import ConsoleSession
 from keyvault.services.backups.backup import DATABASE, KEYSTORE
 from keyvault.services.backups.databases import is_database_empty, write_database
 from keyvault.services.backups.keystores import check_keystore, extract_keystore, has_keystore, install_keystore
@@ -91,7 +92,7 @@ def restore_backup(path: Path, passphrase: Plaintext, *, is_replacing: bool) -> 
 
 
 def record_restore(grant: Grant, manifest: dict[str, Any]) -> None:
-    """Write the audit entry, into the restored database."""
+    """Write the audit entry into the restored database, and end the sessions in it: some had ended since the backup."""
     with recorded(
         grant,
         Permission.INSTALLATION_MAINTAIN,
@@ -99,7 +100,7 @@ def record_restore(grant: Grant, manifest: dict[str, Any]) -> None:
         backup_at=manifest["at"],
         change_sequence=manifest["change_sequence"],
     ):
-        pass
+        ConsoleSession.objects.all().delete()
 
 
 def _restore_keystore(archive: ArchiveReader, folder: Path) -> str:

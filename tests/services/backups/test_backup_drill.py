@@ -46,6 +46,20 @@ found = AuditEntry.objects.filter(event__startswith="backup.").order_by("id")
 print(json.dumps(list(found.values_list("event", flat=True))))
 """
 
+SIGN_IN = """
+import json, django
+django.setup()
+from keyvault.services.sessions.store import SessionStore
+SessionStore().create()
+"""
+
+COUNT_SESSIONS = """
+import json, django
+django.setup()
+from keyvault.models import ConsoleSession
+print(json.dumps(ConsoleSession.objects.count()))
+"""
+
 READ_MEMBERS = """
 import sys
 from pathlib import Path
@@ -117,6 +131,7 @@ def drill_on_the_same_host(drill: Drill) -> None:
     host = drill.host
     created = host.run_json("-c", CREATE)
     assert host.run("-c", ANCHOR).returncode == 0
+    assert host.run("-c", SIGN_IN).returncode == 0
     backup = drill.back_up()
     assert set(backup["members"]) == {"database", "keystore"}
     assert drill.restore(host, "--check").returncode == 0
@@ -148,6 +163,7 @@ def drill_on_the_same_host(drill: Drill) -> None:
     assert after["audit"] == "None"
     assert host.run("-c", START).returncode == 0
     assert host.run_json("-c", EVENTS) == ["backup.started", "backup.restored"]
+    assert host.run_json("-c", COUNT_SESSIONS) == 0, "a session that ended after the backup must not come back"
     again = json.loads(drill.restore(host, "--replace").stdout)
     assert (again["ready"], len(again["replayed"])) == (True, 5), "the restore is repeatable"
     assert host.run_json("-c", DUMP_STATE)["keys"] == before["keys"]
