@@ -517,8 +517,8 @@ GUARDS = (
     Guard(
         "approving-persons-who-can-sign-in",
         _APPROVING_PERSONS,
-        "_holders().filter(_has_factor()) if can_sign_in else _holders()",
-        "_holders()",
+        "holders.filter(_has_factor()).exclude(",
+        "holders.exclude(",
         "A person without a second factor replaces no approving person who has one.",
         f"{_APPROVING_TESTS}[disable]",
     ),
