@@ -68,3 +68,8 @@ def product_of(user_agent: str) -> str:
 def name_source(caller: str, user_agent: str) -> str:
     """Return the name of the source. `caller`: the client's address, else the calling token."""
     return f"{network_of(caller)} {product_of(user_agent)}".strip() or OTHERS
+
+
+def network_of_source(name: str) -> str:
+    """Return the network or token of a source, without the product, by the source's name."""
+    return name.partition(" ")[0]

@@ -599,6 +599,7 @@ class Migration(migrations.Migration):
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
                 ('outcome', models.CharField(choices=[('allowed', 'allowed'), ('denied', 'denied'), ('refused', 'refused'), ('probed', 'probed'), ('exposed_in_url', 'exposed in url'), ('exposed_in_browser', 'exposed in browser')], max_length=32)),
                 ('last_at', models.DateTimeField()),
+                ('unknown_at', models.DateTimeField(blank=True, null=True)),
                 ('key', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='last_attempts', to='keyvault.key')),
             ],
             options={
@@ -648,9 +649,11 @@ class Migration(migrations.Migration):
                 ('longest_gap_minutes', models.PositiveIntegerField(default=0)),
                 ('last_at', models.DateTimeField(blank=True, null=True)),
                 ('denied_at', models.DateTimeField(blank=True, null=True)),
+                ('refused_at', models.DateTimeField(blank=True, null=True)),
                 ('key', models.ForeignKey(db_index=False, on_delete=django.db.models.deletion.PROTECT, related_name='sources', to='keyvault.key')),
             ],
             options={
+                'indexes': [models.Index(condition=models.Q(('refused_at__isnull', False)), fields=['key', '-refused_at'], name='key_source_refused')],
                 'constraints': [models.UniqueConstraint(fields=('key', 'name'), name='key_source_unique')],
             },
         ),

@@ -57,11 +57,15 @@ class KeyUse(models.Model):
 
 
 class KeyAttempt(models.Model):
-    """The last verification of a key with an outcome other than `allowed`. `KeyUse` has the allowed ones."""
+    """The last verification of a key with an outcome other than `allowed`. `KeyUse` has the allowed ones.
+
+    `unknown_at`: the last refused attempt by a source without a row in `KeySource` when it was reported.
+    """
 
     key = models.ForeignKey(Key, models.PROTECT, related_name="last_attempts", db_index=False)
     outcome = choice(UseOutcome)
     last_at = models.DateTimeField()
+    unknown_at = at()
 
     class Meta:
         constraints = [
@@ -141,7 +145,9 @@ class KeySource(models.Model):
 
     `last_at` and the minutes, counted from the epoch, cover allowed calls only. `longest_gap_minutes`: the longest gap
     so far between two consecutive minutes with such calls. `denied_at`: the last call that was denied for a reason
-    other than the key.
+    other than the key. `refused_at`: the last call that was refused because the key was suspended.
+
+    A refused call adds no row, so that a holder of a suspended key cannot add sources.
     """
 
     key = models.ForeignKey(Key, models.PROTECT, related_name="sources", db_index=False)
@@ -151,9 +157,18 @@ class KeySource(models.Model):
     longest_gap_minutes = models.PositiveIntegerField(default=0)
     last_at = at()
     denied_at = at()
+    refused_at = at()
 
     class Meta:
         constraints = [models.UniqueConstraint(fields=["key", "name"], name="key_source_unique")]
+        indexes = [
+            # Partial, so that the uses of an active key update no index.
+            models.Index(
+                fields=["key", "-refused_at"],
+                name="key_source_refused",
+                condition=models.Q(refused_at__isnull=False),
+            ),
+        ]
 
     def __str__(self) -> str:
         return f"{self.key_id} {self.name}"

@@ -23,7 +23,9 @@ from keyvault.access.scopes import AccessScope
 from keyvault.admin.oversight import audit
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
+from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Credential, IssuanceRequest, Key, Notice, Refusal
+from keyvault.models.usage import UseOutcome
 from keyvault.project import celery_app
 from keyvault.services.secrets.stored_copies import read_string
 from keyvault.services.usage import recorder
@@ -108,6 +110,7 @@ def test_no_job_and_no_request_reads_a_large_table() -> None:
                 task()
     assert Rotation.objects.filter(campaign__isnull=False).count() == DUE
     assert LedgerEntry.objects.filter(step=S.STAGED, state=LedgerState.DONE).count() == DUE
+    try_quarantined(samples)
     for state in (S.SCHEDULED, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE):
         with queries.watch(f"a rotation's turn in {state}"):
             advance_rotation(samples.rotations[state].rotation_id)
@@ -116,6 +119,7 @@ def test_no_job_and_no_request_reads_a_large_table() -> None:
     open_objects(samples, queries)
     open_pages(samples, queries)
     open_lists_in_scope(samples, queries)
+    assert Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, payload__is_exposure=True).exists()
     assert queries.count > 500
     assert queries.found == {}
     assert list_report_faults(queries) == []
@@ -128,6 +132,12 @@ def list_report_faults(queries: SlowQueries) -> list[str]:
         cursor.execute("EXPLAIN (FORMAT JSON) EXECUTE report('reporter', '1', now(), NULL, '{}', '[]')")
         plan = cursor.fetchone()[0][0]["Plan"]
     return [fault for fault in list_plan_faults(plan, queries.sizes) if fault.startswith("reads")]
+
+
+def try_quarantined(samples: Samples) -> None:
+    """Try the key of the rotation in quarantine from an unknown source."""
+    log = UsageLog()
+    scene.use(log, samples.rotations[S.QUARANTINE].predecessor_id, source="198.51.100.1", outcome=UseOutcome.REFUSED)
 
 
 def make_due(samples: Samples) -> None:

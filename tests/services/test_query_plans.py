@@ -17,11 +17,15 @@ from keyvault.models import (
     AlarmDelivery,
     Change,
     IssuanceRequest,
+    KeySource,
     Notice,
     Operator,
     OperatorChange,
+    UseBucket,
+    UseContext,
     WebhookDelivery,
 )
+from keyvault.models.usage import UseOutcome
 from keyvault.services import alarm_messages, idempotency, operator_changes
 from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
@@ -31,6 +35,8 @@ from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions import sessions
 from keyvault.services.startup.processes import measure
 from keyvault.services.tokens import customer_tokens
+from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.usage.reports import find_attempts, list_attempts
 from keyvault.services.verification import refusals
 from keyvault.services.webhooks import deliveries
 from keyvault.services.webhooks.deliveries import EndpointTurns
@@ -203,3 +209,28 @@ def test_webhook_turns_read_one_message_of_each_endpoint() -> None:
         assert "webhook_delivery_due" in plan
         assert "Seq Scan" not in plan
         assert "Index Cond: ((is_urgent = false) AND (endpoint_id >" in plan
+
+
+def test_attempts_with_a_suspended_key_read_only_the_latest_sources() -> None:
+    """Thousands of known or unknown sources that try one key cost an engine run no more than a few."""
+    key, _ = issue(account())
+    at, log = now(), UsageLog(now=now)
+    for source, outcome in (
+        ("192.0.2.1", UseOutcome.ALLOWED),
+        ("192.0.2.1", UseOutcome.REFUSED),
+        ("198.51.100.1", UseOutcome.REFUSED),
+    ):
+        log.note(key.key_id, source=source, user_agent="curl", endpoint="orders.create", outcome=outcome)
+    log.flush()
+    copy_row(KeySource, name="n || '.0/24 curl'")
+    copy_row(UseContext, source="'client-' || n", outcome="'refused'")
+    copy_row(UseBucket, context=f"{UseContext.objects.latest('pk').pk} - n + 1")
+    for read in (find_attempts, list_attempts):
+        plans = explain(partial(read, key.key_id, at))
+        assert len(plans) > 2
+        for plan in plans:
+            assert "Seq Scan" not in plan
+            assert "Sort" not in plan
+        assert "key_attempt_unique" in plans[0]
+        assert all("key_source_refused" in plan for plan in plans[1:3])
+    assert plans[3].count("Index Scan Backward using use_bucket_unique") == 3

@@ -397,8 +397,10 @@ def _add_to_rows(rows: Sequence[Uses]) -> None:
             [_source_row(row) for row in sorted(rows, key=lambda row: row[8]) if row[5] in SIGNS_OF_LIFE],
         )
         cursor.executemany(
-            _ADD_ATTEMPT.replace(_ROWS, "VALUES (%s, %s, %s)"),
-            [(row[0], row[5], _at(row[8])) for row in rows if row[5] != _ALLOWED],
+            _ADD_TO_SOURCE.replace(_ROWS, _REFUSED_ROW), [_refused_row(row) for row in rows if row[5] == _REFUSED]
+        )
+        cursor.executemany(
+            _ADD_ATTEMPT.replace(_ROWS, _ATTEMPT_ROW), [_attempt_row(row) for row in rows if row[5] != _ALLOWED]
         )
         cursor.executemany(
             _ADD_TO_KEY.replace(_ROWS, f"VALUES ({', '.join(['%s'] * 8)})"),
@@ -443,6 +445,18 @@ def _source_row(row: Uses) -> tuple[Any, ...]:
     return (row[0], name_source(row[2], row[3]), *times, row[0])
 
 
+def _refused_row(row: Uses) -> tuple[Any, ...]:
+    """Return the values of `_REFUSED_ROW`."""
+    name = name_source(row[2], row[3])
+    return (row[0], name, _at(row[8]), row[0], name)
+
+
+def _attempt_row(row: Uses) -> tuple[Any, ...]:
+    """Return the values of `_ATTEMPT_ROW`."""
+    at = _at(row[8])
+    return (row[0], row[5], at, row[5], row[0], name_source(row[2], row[3]), at)
+
+
 def _at(seconds: float) -> str | None:
     """Convert epoch seconds to SQLite's datetime representation."""
     return connection.ops.adapt_datetimefield_value(datetime.fromtimestamp(seconds, UTC))
@@ -481,7 +495,7 @@ _ADD_TO_BUCKET = """
 """
 _ADD_TO_SOURCE = """
     INSERT INTO keyvault_keysource AS was
-        (key_id, name, first_minute, last_minute, last_at, denied_at, longest_gap_minutes)
+        (key_id, name, first_minute, last_minute, last_at, denied_at, refused_at, longest_gap_minutes)
     <rows>
     ON CONFLICT (key_id, name) DO UPDATE SET
         first_minute = CASE
@@ -495,6 +509,9 @@ _ADD_TO_SOURCE = """
         denied_at = CASE
             WHEN was.denied_at IS NULL OR excluded.denied_at > was.denied_at THEN excluded.denied_at
             ELSE was.denied_at END,
+        refused_at = CASE
+            WHEN was.refused_at IS NULL OR excluded.refused_at > was.refused_at THEN excluded.refused_at
+            ELSE was.refused_at END,
         longest_gap_minutes = CASE
             WHEN excluded.first_minute - was.last_minute > was.longest_gap_minutes
                 AND excluded.first_minute - was.last_minute > excluded.longest_gap_minutes
@@ -503,9 +520,13 @@ _ADD_TO_SOURCE = """
             ELSE was.longest_gap_minutes END
 """
 _ADD_ATTEMPT = """
-    INSERT INTO keyvault_keyattempt AS was (key_id, outcome, last_at)
+    INSERT INTO keyvault_keyattempt AS was (key_id, outcome, last_at, unknown_at)
     <rows>
-    ON CONFLICT (key_id, outcome) DO UPDATE SET last_at = excluded.last_at WHERE excluded.last_at > was.last_at
+    ON CONFLICT (key_id, outcome) DO UPDATE SET
+        last_at = CASE WHEN excluded.last_at > was.last_at THEN excluded.last_at ELSE was.last_at END,
+        unknown_at = CASE
+            WHEN was.unknown_at IS NULL OR excluded.unknown_at > was.unknown_at THEN excluded.unknown_at
+            ELSE was.unknown_at END
 """
 _ADD_TO_KEY = """
     INSERT INTO keyvault_keyuse AS was
@@ -546,7 +567,12 @@ _IS_PRIVATE = """(
 A scalar subquery, because PostgreSQL may turn EXISTS into a join that reads every key.
 """
 
-_SOURCE_ROW = f"SELECT {', '.join(['%s'] * 6)}, 0 WHERE {_IS_PRIVATE.replace('<key_id>', '%s')}"
+_SOURCE_ROW = f"SELECT {', '.join(['%s'] * 6)}, NULL, 0 WHERE {_IS_PRIVATE.replace('<key_id>', '%s')}"
+
+_SOURCE = "SELECT id FROM keyvault_keysource known WHERE known.key_id = <key_id> AND known.name = <name>"
+_SOURCE_OF_ROW = _SOURCE.replace("<key_id>", "%s").replace("<name>", "%s")
+_REFUSED_ROW = f"SELECT %s, %s, NULL, NULL, NULL, NULL, %s, 0 WHERE ({_SOURCE_OF_ROW}) IS NOT NULL"
+_ATTEMPT_ROW = f"SELECT %s, %s, %s, CASE WHEN %s = '{_REFUSED}' AND ({_SOURCE_OF_ROW}) IS NULL THEN %s END WHERE true"
 
 _CONTEXT = "key_id, endpoint, source, user_agent, origin, outcome"
 _CONTEXTS = "SELECT DISTINCT <context> FROM placed WHERE context_id IS NULL ORDER BY <context>"
@@ -558,31 +584,38 @@ _BUCKETS = """
 """.replace("<is_exposure>", _IS_EXPOSURE)
 _SOURCES = """
     SELECT
-        key_id, name, min(number), max(number), max(allowed_at), max(denied_at), coalesce(max(gap), 0)
+        key_id, name, min(number), max(number), max(allowed_at), max(denied_at), max(refused_at),
+        coalesce(max(gap), 0)
     FROM (
         SELECT
-            key_id, name, number, allowed_at, denied_at,
+            key_id, name, number, allowed_at, denied_at, refused_at,
             number - lag(number) OVER (PARTITION BY key_id, name ORDER BY number) AS gap
         FROM (
             SELECT
                 key_id, name,
                 CASE WHEN outcome = 'allowed' THEN (extract(epoch FROM minute) / 60)::int END AS number,
                 max(last_at) FILTER (WHERE outcome = 'allowed') AS allowed_at,
-                max(last_at) FILTER (WHERE outcome = 'denied') AS denied_at
+                max(last_at) FILTER (WHERE outcome = 'denied') AS denied_at,
+                max(last_at) FILTER (WHERE outcome = 'refused') AS refused_at
             FROM used
-            WHERE outcome IN ('allowed', 'denied')
+            WHERE outcome IN ('allowed', 'denied', 'refused')
             GROUP BY key_id, name, number
         ) AS minutes
     ) AS gaps
     WHERE key_id IN (SELECT key_id FROM private) AND (SELECT count(*) FROM buckets) >= 0
     GROUP BY key_id, name
+    HAVING max(allowed_at) IS NOT NULL OR max(denied_at) IS NOT NULL OR (<source>) IS NOT NULL
     ORDER BY key_id, name
 """
+_SOURCES = _SOURCES.replace("<source>", _SOURCE.replace("<key_id>", 'gaps.key_id COLLATE "default"'))
+_SOURCES = _SOURCES.replace("<name>", 'gaps.name COLLATE "default"')
 _ATTEMPTS = """
-    SELECT key_id, outcome, max(last_at) FROM used
+    SELECT
+        used.key_id, outcome, max(last_at), max(last_at) FILTER (WHERE outcome = 'refused' AND sources.name IS NULL)
+    FROM used LEFT JOIN sources ON sources.key_id = used.key_id AND sources.name = used.name
     WHERE outcome <> 'allowed' AND (SELECT count(*) FROM sources) >= 0
-    GROUP BY key_id, outcome
-    ORDER BY key_id, outcome
+    GROUP BY used.key_id, outcome
+    ORDER BY used.key_id, outcome
 """
 _KEYS = """
     SELECT
@@ -632,7 +665,7 @@ _REPORT = """
     private AS MATERIALIZED (SELECT key_id FROM (SELECT DISTINCT key_id FROM used) AS one WHERE <is_private>),
     contexts AS (<contexts> RETURNING id, <context>),
     buckets AS (<buckets> RETURNING 1),
-    sources AS (<sources> RETURNING 1),
+    sources AS (<sources> RETURNING key_id, name),
     attempts AS (<attempts> RETURNING 1),
     keys AS (<keys> RETURNING 1)
     UPDATE keyvault_usagereporter

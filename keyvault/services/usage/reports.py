@@ -1,16 +1,16 @@
 """Read who uses a key, for people and for the rotation engine. `usage.recorder` writes these rows."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from django.db.models import Exists, F, Max, Min, OuterRef, Q, QuerySet, Sum
+from django.db.models import Max, Min, OuterRef, Q, QuerySet, Subquery, Sum
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.sources import OCCASION, OTHERS, Minutes, find_longest_gap, name_source, network_of
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key, KeyAttempt, KeySource, KeyUse, UseBucket, UseContext
-from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
 
 TRACES = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED)
 """Outcomes that show who holds a key. Suspected exposures are reported separately."""
@@ -101,10 +101,9 @@ class SourceUse:
 
 @dataclass(frozen=True, slots=True)
 class UseAttempt:
-    """Attempts to use a suspended key from one source. `is_known`: the source had really used the key before."""
+    """Attempts to use a suspended key by one source. `is_known`: the source had really used the key before."""
 
     source: str
-    count: int
     last_at: datetime
     is_known: bool
 
@@ -225,8 +224,8 @@ def _contexts(key_id: str, outcome: UseOutcome) -> QuerySet[UseContext, int]:
 MAX_SOURCES = 1_000
 """Maximum distinct sources of a key. All others count as one source, which no rotation considers silent."""
 
-_MAX_CLIENTS = 500
-"""Maximum clients of waived sources whose attempts are recognized."""
+_MAX_ATTEMPTS = 50
+"""Maximum known sources, and maximum unknown sources, whose attempts are listed."""
 
 
 _MAX_EARLIER = 50
@@ -304,59 +303,70 @@ def find_last(key_id: str, outcomes: Collection[UseOutcome] = SIGNS_OF_LIFE) -> 
 
 
 def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
-    """Return attempts to use a suspended key by source, the latest first. The service's own probes are excluded."""
-    attempts = _attempts_since(key_id, since)
-    if not attempts.exists():
-        return []  # the usual case, without the searches for known sources
-    rows = (
-        attempts.values(source=F("context__source"))
-        .annotate(total=Sum("count"), last=Max("last_at"), is_known=_is_known(key_id, since))
-        .order_by("-last", "source")[:50]
-    )
-    return [UseAttempt(row["source"], row["total"], row["last"], row["is_known"]) for row in rows]
+    """Return the sources that tried to use a key since it was suspended, the latest first.
+
+    At most _MAX_ATTEMPTS known ones and as many unknown ones; never all of one kind instead of the other.
+    """
+    tried_at, unknown_at = _find_attempt(key_id)
+    if tried_at is None or tried_at < since:
+        return []  # the usual case, without the searches for sources
+    refused, was_used = KeySource.objects.filter(key=key_id, refused_at__gte=since), _is_known(since)
+    found: list[UseAttempt] = []
+    for is_known, rows in ((True, refused.filter(was_used)), (False, refused.exclude(was_used))):
+        latest = rows.order_by("-refused_at").values_list("name", "refused_at")[:_MAX_ATTEMPTS]
+        found += [UseAttempt(name, at, is_known) for name, at in latest]
+    if unknown_at is not None and unknown_at >= since:
+        found += _list_unknown(key_id, since) or [UseAttempt(OTHERS, unknown_at, is_known=False)]
+    found.sort(key=lambda attempt: attempt.source)
+    found.sort(key=lambda attempt: attempt.last_at, reverse=True)
+    left = {True: _MAX_ATTEMPTS, False: _MAX_ATTEMPTS}
+    listed: list[UseAttempt] = []
+    for attempt in found:
+        left[attempt.is_known] -= 1
+        if left[attempt.is_known] >= 0:
+            listed.append(attempt)
+    return listed
 
 
 def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -> UseAttempts:
     """Return the latest attempts since a key was suspended, for its tripwire. Cheap however many sources there are.
 
-    `without`: names of sources whose attempts do not count, for their first _MAX_CLIENTS clients.
+    `without`: names of sources whose attempts do not count.
     """
-    tried_at = find_last(key_id, [UseOutcome.REFUSED])
+    tried_at, unknown_at = _find_attempt(key_id)
     if tried_at is None or tried_at < since:
-        return UseAttempts()  # the usual case, without the buckets, of which there may be many from before
-    attempts = _attempts_since(key_id, since)
-    last_at: datetime | None = tried_at
-    if without:
-        columns = ("context__source", "context__user_agent")
-        clients = attempts.order_by(*columns).values_list(*columns).distinct()[:_MAX_CLIENTS]
-        for caller, user_agent in [client for client in clients if name_source(*client) in without]:
-            attempts = attempts.exclude(context__source=caller, context__user_agent=user_agent)
-        last_at = attempts.aggregate(at=Max("last_at"))["at"]
-    if last_at is None:
-        return UseAttempts()
-    return UseAttempts(last_at, attempts.filter(_is_known(key_id, since)).aggregate(at=Max("last_at"))["at"])
+        return UseAttempts()  # the usual case, without the sources
+    refused = KeySource.objects.filter(key=key_id, refused_at__gte=since).exclude(name__in=without)
+    latest = refused.order_by("-refused_at").values_list("refused_at", flat=True)
+    tried = [at for at in (latest.first(), unknown_at) if at is not None and at >= since]
+    return UseAttempts(max(tried, default=None), latest.filter(_is_known(since)).first())
 
 
-def _attempts_since(key_id: str, since: datetime) -> QuerySet[UseBucket]:
-    # A bucket that has rolled up begins up to a day before its uses.
-    day = since.replace(hour=0, minute=0, second=0, microsecond=0)
-    return _buckets(key_id, (UseOutcome.REFUSED,)).filter(minute__gte=day, last_at__gte=since)
+def _find_attempt(key_id: str) -> tuple[datetime | None, datetime | None]:
+    """Return the last attempt to use a suspended key, and the last one by a source that had not used the key."""
+    attempt = KeyAttempt.objects.filter(key=key_id, outcome=UseOutcome.REFUSED)
+    return next(iter(attempt.values_list("last_at", "unknown_at")), (None, None))
 
 
-def _is_known(key_id: str, before: datetime) -> Q:
-    """Match attempts since this time by a source that really used the key before it.
+def _is_known(before: datetime) -> Q:
+    """Match sources that really used the key before this time.
 
-    Old uses have only the network of their source. It is compared for at most _MAX_CLIENTS sources.
+    A first minute counts if it ended before. OTHERS is never known: it can be any client.
     """
-    used = _buckets(key_id, SIGNS_OF_LIFE).filter(first_at__lt=before)
-    sources = _attempts_since(key_id, before).order_by("context__source").values_list("context__source", flat=True)
-    networks = {source: network_of(source) for source in sources.distinct()[:_MAX_CLIENTS]}
-    by_network = used.filter(context__source__in=set(networks.values()))
-    known = set(by_network.values_list("context__source", flat=True).distinct())
-    in_known = [source for source, network in networks.items() if network in known]
-    was_used = Exists(used.filter(context__source=OuterRef("context__source")))
-    return Q(was_used) | Q(context__source__in=in_known)
+    minute = int(before.timestamp() // 60)
+    was_used = Q(first_minute__lt=minute) | Q(last_at__lt=before) | Q(denied_at__lt=before)
+    return was_used & ~Q(name=OTHERS)
 
 
-def _buckets(key_id: str, outcomes: Iterable[UseOutcome]) -> QuerySet[UseBucket]:
-    return UseBucket.objects.filter(context__key=key_id, context__outcome__in=list(outcomes))
+def _list_unknown(key_id: str, since: datetime) -> list[UseAttempt]:
+    """List the sources without a row in `KeySource` among the MAX_READ newest contexts with refused attempts."""
+    buckets = UseBucket.objects.filter(context=OuterRef("pk")).order_by("-minute").values("last_at")
+    spans = [Subquery(buckets.filter(span=span)[:1]) for span in UseSpan]
+    contexts = UseContext.objects.filter(key=key_id, outcome=UseOutcome.REFUSED).order_by("-pk")
+    latest: dict[str, datetime] = {}
+    for caller, user_agent, *ends in contexts.values_list("source", "user_agent", *spans)[:MAX_READ]:
+        name, in_time = name_source(caller, user_agent), [at for at in ends if at is not None and at >= since]
+        if in_time:
+            latest[name] = max(*in_time, latest.get(name, since))
+    with_row = set(KeySource.objects.filter(key=key_id, name__in=latest).values_list("name", flat=True))
+    return [UseAttempt(name, at, is_known=False) for name, at in latest.items() if name not in with_row]

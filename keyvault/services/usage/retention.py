@@ -168,7 +168,7 @@ def _forget_buckets(ids: Collection[int], oldest: datetime) -> None:
 
     Rows that another transaction has locked are in use, and stay.
     """
-    is_silent = ~Q(last_at__gte=oldest) & ~Q(denied_at__gte=oldest)
+    is_silent = ~Q(last_at__gte=oldest) & ~Q(denied_at__gte=oldest) & ~Q(refused_at__gte=oldest)
     with transaction.atomic():
         buckets = UseBucket.objects.filter(pk__in=ids).select_for_update(skip_locked=True)
         found = dict(buckets.values_list("pk", "context_id"))

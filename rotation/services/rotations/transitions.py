@@ -14,7 +14,7 @@ from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.domain.sources import network_of
+from keyvault.domain.sources import network_of_source
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key, Notice
 from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
@@ -248,7 +248,7 @@ def _is_expired(key: Key, now: datetime) -> bool:
 
 
 def _list_attempts(rotation: Rotation) -> list[UseAttempt]:
-    """List the attempts with the quarantined key by source, the latest first; at most 50."""
+    """List the sources that tried the quarantined key, the latest first."""
     key, since = _retiring(rotation), rotation.quarantined_at
     return [] if key is None or since is None else list_attempts(key.key_id, since)
 
@@ -261,10 +261,10 @@ def _describe_attempts(attempts: Iterable[UseAttempt]) -> list[JsonValue]:
 
 
 def _cite_attempts(rotation: Rotation) -> list[JsonValue]:
-    """Describe the attempts by network. Evidence is permanent and holds no exact address."""
+    """Describe the attempts by network. Evidence is permanent and holds no user agent of an unknown client."""
     cited: dict[str, UseAttempt] = {}
     for attempt in _list_attempts(rotation):
-        network = network_of(attempt.source)
+        network = network_of_source(attempt.source)
         latest = cited.get(network, attempt)
         cited[network] = replace(latest, source=network, is_known=latest.is_known or attempt.is_known)
     return _describe_attempts(cited.values())

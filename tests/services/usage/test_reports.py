@@ -9,12 +9,13 @@ import pytest
 from django.db.models import QuerySet
 
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import Key
+from keyvault.models import Key, KeySource
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 from keyvault.services.usage import reports
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.usage.reports import (
     TRACES,
+    UseAttempt,
     UseAttempts,
     describe_use,
     find_attempts,
@@ -27,6 +28,7 @@ from keyvault.services.usage.reports import (
     list_users,
     list_versions,
 )
+from tests.clocks import Clock
 from tests.factories import account, issue
 from tests.services.rows import disable_triggers
 from tests.services.usage.conftest import NOON
@@ -258,29 +260,71 @@ def test_attempts_are_uses_of_a_suspended_key_since_a_time(key: Key) -> None:
     """Earlier uses do not trip, not even in the same minute; a probe never does."""
     since = NOON + timedelta(seconds=30)
     use(key, "192.0.2.1", outcome=REFUSED, at=NOON + timedelta(seconds=29))
-    use(key, "192.0.2.2", outcome=REFUSED, at=since, times=2)
-    use(key, "192.0.2.3", outcome=REFUSED, at=NOON + HOUR)
+    use(key, "192.0.3.1", outcome=REFUSED, at=since, times=2)
+    use(key, "192.0.4.1", outcome=REFUSED, at=NOON + HOUR)
     for outcome in (ALLOWED, DENIED, PROBED):
-        use(key, "192.0.2.4", outcome=outcome, at=NOON + HOUR)
-    found = list_attempts(key.key_id, since)
-    assert [(each.source, each.count, each.last_at) for each in found] == [
-        ("192.0.2.3", 1, NOON + HOUR),
-        ("192.0.2.2", 2, since),
+        use(key, "192.0.5.1", outcome=outcome, at=NOON + HOUR)
+    assert list_attempts(key.key_id, since) == [
+        UseAttempt("192.0.4.0/24 shop", NOON + HOUR, is_known=False),
+        UseAttempt("192.0.3.0/24 shop", since, is_known=False),
     ]
+
+
+def test_attempt_of_a_known_source_before_a_key_was_suspended_does_not_trip(key: Key) -> None:
+    use(key, at=NOON)
+    use(key, outcome=REFUSED, at=NOON + HOUR)
+    use(key, "198.51.100.1", outcome=REFUSED, at=NOON + 3 * HOUR)
+    since = NOON + 2 * HOUR
+    assert find_attempts(key.key_id, since) == UseAttempts(last_at=NOON + 3 * HOUR, last_known_at=None)
+    assert [each.source for each in list_attempts(key.key_id, since)] == ["198.51.100.0/24 shop"]
 
 
 @pytest.mark.parametrize(("outcome", "is_known"), [(outcome, outcome in SIGNS_OF_LIFE) for outcome in UseOutcome])
 def test_source_is_known_after_an_earlier_use(key: Key, outcome: UseOutcome, is_known: bool) -> None:
     """Neither a probe nor an unknown source's earlier attempt makes a source one that may reinstate a key."""
     use(key, "192.0.2.1", outcome=outcome, at=NOON)
-    for source in ("192.0.2.1", "192.0.2.2"):
+    for source in ("192.0.2.1", "198.51.100.1"):
         use(key, source, outcome=REFUSED, at=NOON + HOUR)
     known = {each.source: each.is_known for each in list_attempts(key.key_id, NOON + HOUR)}
-    assert known == {"192.0.2.1": is_known, "192.0.2.2": False}
-    use(key, "192.0.2.3", outcome=outcome, at=NOON + 2 * HOUR)
-    use(key, "192.0.2.3", outcome=REFUSED, at=NOON + 2 * HOUR)
+    assert known == {"192.0.2.0/24 shop": is_known, "198.51.100.0/24 shop": False}
+    assert find_attempts(key.key_id, NOON + HOUR).last_known_at == (NOON + HOUR if is_known else None)
+    use(key, "203.0.113.1", outcome=outcome, at=NOON + 2 * HOUR)
+    use(key, "203.0.113.1", outcome=REFUSED, at=NOON + 2 * HOUR)
     later = {each.source: each.is_known for each in list_attempts(key.key_id, NOON + 2 * HOUR)}
-    assert later == {"192.0.2.3": False}, "a use at the same moment must not count"
+    assert later == {"203.0.113.0/24 shop": False}, "a use at the same moment must not count"
+    assert find_attempts(key.key_id, NOON + 2 * HOUR) == UseAttempts(NOON + 2 * HOUR, None)
+
+
+@pytest.mark.parametrize("outcome", SIGNS_OF_LIFE)
+def test_source_that_was_used_before_and_after_a_time_is_known(key: Key, outcome: UseOutcome) -> None:
+    """A verifier may accept the key for seconds after its suspension."""
+    since = NOON + HOUR
+    use(key, at=NOON)
+    use(key, at=since, outcome=outcome)
+    use(key, at=since, outcome=REFUSED)
+    assert find_attempts(key.key_id, since) == UseAttempts(since, since)
+
+
+def test_source_is_a_network_with_a_product(key: Key) -> None:
+    """Another address of the network and another release are the known source; another product is not."""
+    use(key, "192.0.2.1", user_agent="shop/1", at=NOON)
+    use(key, "192.0.2.9", user_agent="shop/2", outcome=REFUSED, at=NOON + HOUR)
+    assert find_attempts(key.key_id, NOON + HOUR) == UseAttempts(NOON + HOUR, NOON + HOUR)
+    use(key, "192.0.2.1", user_agent="curl/8", outcome=REFUSED, at=NOON + 2 * HOUR)
+    assert find_attempts(key.key_id, NOON + HOUR) == UseAttempts(NOON + 2 * HOUR, NOON + HOUR)
+    assert list_attempts(key.key_id, NOON + HOUR) == [
+        UseAttempt("192.0.2.0/24 curl", NOON + 2 * HOUR, is_known=False),
+        UseAttempt("192.0.2.0/24 shop", NOON + HOUR, is_known=True),
+    ]
+
+
+def test_clients_that_are_not_distinguished_are_never_known(key: Key) -> None:
+    """Beyond the limit of a reporter any client is one of the others, so that a flood cannot reinstate a key."""
+    use(key, "", user_agent="", at=NOON)
+    use(key, "", user_agent="", outcome=REFUSED, at=NOON + HOUR)
+    assert find_attempts(key.key_id, NOON + HOUR) == UseAttempts(NOON + HOUR, None)
+    assert list_attempts(key.key_id, NOON + HOUR) == [UseAttempt("others", NOON + HOUR, is_known=False)]
+    assert find_attempts(key.key_id, NOON + HOUR, ["others"]) == UseAttempts()
 
 
 def test_attempts_distinguish_known_from_unknown_sources(key: Key) -> None:
@@ -292,7 +336,26 @@ def test_attempts_distinguish_known_from_unknown_sources(key: Key) -> None:
     use(key, "198.51.100.2", at=since, outcome=PROBED)
     assert find_attempts(key.key_id, since) == UseAttempts(last_at=since + HOUR, last_known_at=since)
     listed = [(each.source, each.is_known) for each in list_attempts(key.key_id, since)]
-    assert listed == [("198.51.100.1", False), ("192.0.2.1", True)]
+    assert listed == [("198.51.100.0/24 shop", False), ("192.0.2.0/24 shop", True)]
+
+
+def test_first_use_and_attempt_of_one_report_are_of_one_source(key: Key) -> None:
+    """The report adds the source and its attempt together."""
+    clock = Clock(NOON)
+    log = UsageLog(now=clock)
+    for outcome in (ALLOWED, REFUSED):
+        log.note(key.key_id, source="192.0.2.1", user_agent="shop", endpoint="orders.create", outcome=outcome)
+        clock.tick(3_600)
+    log.flush()
+    assert find_attempts(key.key_id, NOON + HOUR) == UseAttempts(NOON + HOUR, NOON + HOUR)
+
+
+def test_attempts_reported_out_of_order_keep_the_latest(key: Key) -> None:
+    use(key, at=NOON)
+    for hours in (2, 1):
+        use(key, outcome=REFUSED, at=NOON + hours * HOUR)
+        use(key, "198.51.100.1", outcome=REFUSED, at=NOON + (hours + 2) * HOUR)
+    assert find_attempts(key.key_id, NOON + HOUR) == UseAttempts(NOON + 4 * HOUR, NOON + 2 * HOUR)
 
 
 def test_attempts_by_unknown_sources_reinstate_nothing(key: Key) -> None:
@@ -303,15 +366,52 @@ def test_attempts_by_unknown_sources_reinstate_nothing(key: Key) -> None:
     assert (found.last_at, found.last_known_at) == (NOON + HOUR, None)
 
 
-def test_attempts_of_many_sources_take_a_fixed_number_of_queries(
-    key: Key, django_assert_num_queries: Callable[[int], AbstractContextManager[None]]
+def test_attempts_by_many_unknown_sources_add_no_source(
+    key: Key, django_assert_num_queries: Callable[[int], AbstractContextManager[Any]]
 ) -> None:
-    """Every shopper tries a retired public key."""
+    """A flood of a suspended key neither grows the rows that the tripwire reads, nor changes the key's sources."""
+    use(key, at=NOON)
+    before = find_sources(key.key_id)
     for number in range(60):
-        use(key, f"192.0.2.{number}", outcome=REFUSED, at=NOON + HOUR)
-    with django_assert_num_queries(4):
-        find_attempts(key.key_id, NOON)
-    assert len(list_attempts(key.key_id, NOON)) == 50
+        use(key, f"198.51.{number}.1", outcome=REFUSED, at=NOON + HOUR + number * timedelta(minutes=1))
+    assert KeySource.objects.count() == 1
+    assert find_sources(key.key_id) == before
+    with django_assert_num_queries(3):
+        assert find_attempts(key.key_id, NOON).last_known_at is None
+    listed = list_attempts(key.key_id, NOON)
+    assert [each.source for each in listed] == [f"198.51.{number}.0/24 shop" for number in range(59, 9, -1)]
+
+
+def test_attempts_by_many_sources_of_one_kind_do_not_hide_the_other(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does a fleet hide the finder of a key, nor the reverse."""
+    monkeypatch.setattr(reports, "_MAX_ATTEMPTS", 2)
+    for number in range(3):
+        use(key, f"192.0.{number}.1", at=NOON)
+    for number in range(3):
+        use(key, f"198.51.{number}.1", outcome=REFUSED, at=NOON + HOUR + timedelta(minutes=number))
+        use(key, f"192.0.{number}.1", outcome=REFUSED, at=NOON + 2 * HOUR + timedelta(minutes=number))
+    listed = [(each.source.split()[0], each.is_known) for each in list_attempts(key.key_id, NOON + HOUR)]
+    assert listed == [
+        ("192.0.2.0/24", True),
+        ("192.0.1.0/24", True),
+        ("198.51.2.0/24", False),
+        ("198.51.1.0/24", False),
+    ]
+
+
+def test_unknown_source_is_found_behind_many_newer_clients_of_known_ones(
+    key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name may be missing, but never the fact that the key is exposed."""
+    use(key, at=NOON)
+    use(key, "198.51.100.1", outcome=REFUSED, at=NOON + HOUR)
+    for number in range(3):
+        use(key, f"192.0.2.{number}", outcome=REFUSED, at=NOON + 2 * HOUR)
+    monkeypatch.setattr(reports, "MAX_READ", 2)
+    assert list_attempts(key.key_id, NOON + HOUR) == [
+        UseAttempt("192.0.2.0/24 shop", NOON + 2 * HOUR, is_known=True),
+        UseAttempt("others", NOON + HOUR, is_known=False),
+    ]
 
 
 def test_attempts_before_a_key_was_suspended_are_not_read(
@@ -325,11 +425,12 @@ def test_attempts_before_a_key_was_suspended_are_not_read(
     assert "keyvault_keyattempt" in made.captured_queries[0]["sql"]
 
 
-def test_attempts_of_waived_clients_beyond_the_bound_count(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tripwire ignores no client that it has not read."""
-    for number in range(3):
-        use(key, f"192.0.2.{number}", at=NOON + number * HOUR, outcome=REFUSED)
-    waived = ["192.0.2.0/24 shop"]
-    assert find_attempts(key.key_id, NOON, waived) == UseAttempts()
-    monkeypatch.setattr(reports, "_MAX_CLIENTS", 2)
-    assert find_attempts(key.key_id, NOON, waived).last_at == NOON + 2 * HOUR
+def test_attempts_of_waived_sources_do_not_count(key: Key) -> None:
+    for number in (2, 3):
+        use(key, f"192.0.{number}.1", at=NOON)
+        use(key, f"192.0.{number}.1", at=NOON + number * HOUR, outcome=REFUSED)
+    waived = ["192.0.3.0/24 shop"]
+    assert find_attempts(key.key_id, NOON + HOUR, waived) == UseAttempts(NOON + 2 * HOUR, NOON + 2 * HOUR)
+    assert find_attempts(key.key_id, NOON + HOUR, [*waived, "192.0.2.0/24 shop"]) == UseAttempts()
+    use(key, "192.0.3.1", at=NOON + 4 * HOUR, user_agent="curl", outcome=REFUSED)
+    assert find_attempts(key.key_id, NOON + HOUR, waived).last_at == NOON + 4 * HOUR

@@ -146,9 +146,24 @@ def test_attempt_by_a_source_that_used_the_key_long_ago_is_known(key: Key, log: 
     log.flush()
     assert find_attempts(key.key_id, since).last_known_at == since + timedelta(minutes=1)
     assert {each.source: each.is_known for each in list_attempts(key.key_id, since)} == {
-        "192.0.2.1": True,
-        "198.51.100.1": False,
+        "192.0.2.0/24 curl": True,
+        "198.51.100.0/24 curl": False,
     }
+
+
+def test_source_that_still_tries_a_suspended_key_is_kept(key: Key, log: UsageLog, clock: Clock) -> None:
+    """An attempt is a use of its source, too: the source goes with its last bucket, and is known until then."""
+    use(log, key)
+    use(log, key, source="198.51.100.1")
+    log.flush()
+    clock.tick(86_400)
+    use(log, key, outcome=UseOutcome.REFUSED)
+    log.flush()
+    retention.forget_old(NOON + KEPT_FOR + SECOND)
+    assert set(find_sources(key.key_id)) == {"192.0.2.0/24 curl"}
+    assert find_attempts(key.key_id, NOON + DAY).last_known_at == NOON + DAY
+    retention.forget_old(NOON + KEPT_FOR + DAY + SECOND)
+    assert find_sources(key.key_id) == {}
 
 
 def test_rollup_that_is_killed_between_its_statements_changes_nothing(

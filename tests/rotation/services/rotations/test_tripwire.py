@@ -52,6 +52,15 @@ def test_attempt_from_a_known_source_reinstates_the_predecessor_and_notifies(clo
 
 
 @pytest.mark.sqlite
+def test_attempt_from_another_address_of_a_known_network_reinstates_the_predecessor(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """A source is a network with a product: an instance of the same client may have another address."""
+    rotation = attempt(in_quarantine(clock, verifier), clock, verifier, "192.0.2.77")
+    assert (rotation.state, key_states(rotation)) == (S.OVERLAP, ("active", "active"))
+
+
+@pytest.mark.sqlite
 def test_predecessor_is_reinstated_once(clock: Clock, verifier: UsageLog) -> None:
     """The second attempt is refused, and the revocation waits for the attempts to end."""
     rotation = attempt(in_quarantine(clock, verifier), clock, verifier, KNOWN)
@@ -72,7 +81,7 @@ def test_attempt_from_an_unknown_source_raises_an_alarm_and_delays_nothing(clock
     assert alarms() == [False]
     notice = Notice.objects.get(kind=NoticeKind.USED_IN_QUARANTINE)
     assert notice.payload["is_exposure"] is True
-    assert [each["source"] for each in notice.payload["attempts"]] == [UNKNOWN]
+    assert [each["source"] for each in notice.payload["attempts"]] == ["198.51.100.0/24 test"]
     rotation = attempt(rotation, clock, verifier, UNKNOWN)
     assert alarms() == [False]
     assert wait(rotation, clock, verifier, 2).state == S.COMPLETED
