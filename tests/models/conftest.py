@@ -20,11 +20,14 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import (
     Account,
+    AlarmChannel,
+    AlarmDelivery,
     CatalogEndpoint,
     CustomerToken,
     IssuanceRequest,
     Key,
     LimitOverride,
+    Notice,
     OperatorChange,
     Order,
     ProviderConnection,
@@ -159,6 +162,9 @@ def make_world() -> World:
     for outcome in (UseOutcome.ALLOWED, UseOutcome.DENIED):
         log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=outcome)
     log.flush()
+    AlarmDelivery.objects.create(
+        notice=Notice.objects.earliest("pk"), channel=AlarmChannel.EMAIL, created_at=now(), due_at=now()
+    )
     issued = IssuanceRequest.objects.get(key=key)
     auditor = make_operator("auditor", Role.AUDITOR)
     _change(tam_too, approver, make_operator("colleague"), approved=True)

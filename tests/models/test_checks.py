@@ -42,6 +42,7 @@ FORBIDDEN: list[tuple[str, str, Row]] = [
     ("notice_kind", "keyvault_notice", {"kind": "other"}),
     ("notice_of_an_account", "keyvault_notice", {"account_id": None, "account_environment": None}),
     ("webhook_delivery_state", "keyvault_webhookdelivery", {"state": "other"}),
+    ("alarm_delivery_channel", "keyvault_alarmdelivery", {"channel": "other"}),
     ("credential_kind", "keyvault_credential", {"kind": "other"}),
     ("credential_delivery", "keyvault_credential", {"delivery": "other"}),
     ("credential_origin_header", "keyvault_credential", {"origin_header": "other"}),
@@ -169,6 +170,7 @@ ONCE: dict[str, str] = {
     "limit_of_endpoint_unique": "keyvault_limitoverride",
     "idempotent_request_once": "keyvault_idempotentrequest",
     "webhook_delivery_once": "keyvault_webhookdelivery",
+    "alarm_delivery_once": "keyvault_alarmdelivery",
     "confirmation_unique": "keyvault_confirmation",
 }
 """A unique constraint and the table whose rows it covers."""
