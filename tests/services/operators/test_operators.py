@@ -258,5 +258,6 @@ def test_host_principal_sets_up_but_neither_requests_nor_approves_nor_reads(scen
         P.TOKENS_WRITE,
         P.PEPPERS_READ,
         P.PEPPERS_WRITE,
+        P.INSTALLATION_MAINTAIN,
     }
     assert allowed == {*setting_up, P.REVOCATIONS_REPLAY}

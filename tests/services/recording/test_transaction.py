@@ -58,6 +58,7 @@ from keyvault.models.keys import OriginHeader
 from keyvault.services import offboarding, operator_changes
 from keyvault.services.approvals import break_glass, inbox
 from keyvault.services.audit import rollback
+from keyvault.services.backups import restore
 from keyvault.services.catalog import endpoints
 from keyvault.services.issuance import collection, requests
 from keyvault.services.keys import credentials, lifecycle
@@ -193,6 +194,11 @@ def _replay(scene: Scene) -> Callable[[], object]:
     renew_revocation_log(settings.REVOCATION_LOG)
     revocation_log.append_lines([Ended(1, now(), "key", key.key_id, "deactivated", "superseded")])
     return lambda: replay.replay_revocations(grant(HOST, P.REVOCATIONS_REPLAY))
+
+
+def _record_restore(scene: Scene) -> Callable[[], object]:
+    manifest = {"at": "2026-01-01T00:00:00Z", "change_sequence": 1}
+    return lambda: restore.record_restore(grant(HOST, P.INSTALLATION_MAINTAIN), manifest)
 
 
 def _accept_loss(scene: Scene) -> Callable[[], object]:
@@ -624,6 +630,7 @@ ACTIONS: dict[str, Action] = {
     ),
     "keys.lifecycle.reapply_revocation": Action(_reapply_revocation, ["key.revocation_replayed"], ["key"]),
     "audit.rollback.accept_rollback": Action(_accept_rollback, ["audit.rollback_accepted"], []),
+    "backups.restore.record_restore": Action(_record_restore, ["backup.restored"], []),
     "revocations.log_opening.accept_loss": Action(_accept_loss, ["journal.loss_accepted"], []),
     "revocations.replay.replay_revocations": Action(_replay, ["key.revocation_replayed"], ["key"]),
     "tokens.customer_tokens.revoke_customer_token": Action(
@@ -817,6 +824,13 @@ WITHOUT_OWN_ENTRY = {
     "recording.notifications.announce_to": "inside the block of its cause",
 }
 
+TESTED_WITH_FILES = {
+    "backups.backup.make_backup": "tests/services/backups/test_backup_drill.py",
+    "secrets.master_key.rotate_master_key": "tests/services/secrets/test_master_key.py",
+    "sessions.session_key.rotate_session_key": "tests/services/sessions/test_session_key.py",
+}
+"""Services that change files of an installation: the test that counts their entries."""
+
 
 def public_services() -> Iterator[str]:
     """Yield every public function of the services whose first parameter is a grant."""
@@ -833,7 +847,7 @@ def public_services() -> Iterator[str]:
 
 def test_services_with_a_grant_are_all_listed() -> None:
     """A new service is tested here, or listed with the reason why it writes no entry of its own."""
-    assert set(public_services()) == set(ACTIONS) | set(WITHOUT_OWN_ENTRY)
+    assert set(public_services()) == set(ACTIONS) | set(WITHOUT_OWN_ENTRY) | set(TESTED_WITH_FILES)
 
 
 @pytest.mark.parametrize("name", ACTIONS)
