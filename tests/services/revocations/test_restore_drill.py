@@ -21,7 +21,7 @@ import pytest
 from keyvault.management.service import find_free_port
 from tests.servers.postgres import find_postgres
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -268,14 +268,12 @@ def drill_without_log(folder: Path, database: Database) -> None:
     assert host.run_json("-c", DUMP_STATE)["audit"] == "None"
 
 
-@pytest.mark.timeout(300)  # starts some twenty processes
 def test_restore_drill_without_the_log_on_sqlite_starts_nothing(tmp_path: Path, sqlite_copy: Database) -> None:
     """Nothing starts until the log is restored or an operator accepts the loss by name."""
     drill_without_log(tmp_path, sqlite_copy)
 
 
 @pytest.mark.postgres
-@pytest.mark.timeout(300)
 def test_restore_drill_without_the_log_on_postgresql_starts_nothing(tmp_path: Path, postgres_dump: Database) -> None:
     drill_without_log(tmp_path, postgres_dump)
 
