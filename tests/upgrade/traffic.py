@@ -133,14 +133,17 @@ class Traffic:
         while not self._stopped.is_set():
             key_id, key = await asyncio.to_thread(self._installation.issue)
             self.tally.requests["issue a key"] += 1
-            for port in self.ports:
-                await self._verify(key, port=port)
+            await self._verify_everywhere(key)
             headers = {"Authorization": f"Bearer {self._installation.token}", "Prefer": "wait=5"}
             path = f"/v1/keys/{key_id}/revoke"
             await self._send("revoke a key", "POST", path, headers, {"reason": "superseded"})
-            for port in self.ports:
-                await self._verify(key, "key_revoked", port=port)
+            await self._verify_everywhere(key, "key_revoked")
             await asyncio.sleep(LIFE_PAUSE_SECONDS)
+
+    async def _verify_everywhere(self, key: str, code: str | None = None) -> None:
+        for port in self.ports:
+            if port in self.ports:  # it may have been taken out since the loop began
+                await self._verify(key, code, port)
 
     async def _verify(self, key: str, code: str | None = None, port: int | None = None) -> None:
         body = {"key": key, "environment": "sandbox", "endpoint": "orders.retrieve", "client_ip": "198.51.100.7"}

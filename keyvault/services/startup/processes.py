@@ -161,7 +161,7 @@ def report_late(due_since: Mapping[str, datetime], now: datetime) -> None:
             if is_due:
                 with recorded(grant, P.PROCESSES_WATCH, "queue.late", queue=queue, due_since=at):
                     announce(grant, NoticeKind.QUEUE_LATE, None, queue, due_since=at)
-                _log.error("due work waits for a worker", extra={"queue": queue, "due_since": since})
+                _log.warning("due work waits for a worker", extra={"queue": queue, "due_since": since})
 
 
 def measure(now: datetime, queues: Sequence[str]) -> dict[str, datetime]:
