@@ -37,7 +37,7 @@ BATCH: Final = 500
 
 
 class Rekeying:
-    """Two master keys and the keystore of a folder, which nobody else has open. See `rekeying`."""
+    """Two master keys and the keystore of a folder, which no other process has open. See `rekeying`."""
 
     def __init__(self, connection: sqlite3.Connection, old_key: str, new_key: str) -> None:
         self._connection = connection
@@ -141,7 +141,7 @@ class Rekeying:
 
 @contextmanager
 def rekeying(folder: Path, old_key: str, new_key: str) -> Iterator[Rekeying]:
-    """Open a folder's keystore for nobody else.
+    """Open a folder's keystore exclusively.
 
     Raises StateConflictError while another process has it open, or if there is none.
     """

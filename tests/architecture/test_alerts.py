@@ -59,7 +59,7 @@ def test_expressions_name_existing_metrics_and_labels() -> None:
 
 
 def test_dashboard_shows_every_metric() -> None:
-    """A metric that is nowhere shown is a row in the table that nobody reads."""
+    """Every metric has a panel: without one, operators do not see it."""
     text = "\n".join(expressions())
     missing = {
         family.name

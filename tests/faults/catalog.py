@@ -48,7 +48,7 @@ EXPERIMENTS = (
     Experiment(
         "failover",
         "failover",
-        "PostgreSQL's primary lost for good, and a standby that lags promoted",
+        "PostgreSQL's primary lost permanently, and a standby that lags promoted",
         1.5,
         servers=frozenset({"postgres"}),
     ),

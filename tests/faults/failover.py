@@ -1,4 +1,4 @@
-"""PostgreSQL's primary is lost for good, and a standby that lags is promoted: no revocation is lost with the primary.
+"""PostgreSQL's primary is lost, and a standby that lags is promoted: no revocation is lost with the primary.
 
 The standby streams through a network that is then held, so that the last revocations reach the primary and the
 revocation log only. The service is stopped, the standby promoted, the log replayed, and the service started, on the

@@ -14,7 +14,7 @@ from tests.site.checks import find_faults
 from tests.site.staging import CONFIGURATION, StagingError, stage
 
 ZENSICAL = Path(sys.prefix, "docs", "bin", "zensical")
-"""Of the environment that `make docs` makes from docs/requirements.txt."""
+"""Program of the environment that `make docs` creates from docs/requirements.txt."""
 
 
 def main(site: Path) -> int:

@@ -1,4 +1,4 @@
-"""What is wrong with a built site: dead links, and anything that a browser would load from another host."""
+"""Find faults of a built site: dead links, and anything that a browser would load from another host."""
 
 import posixpath
 import re

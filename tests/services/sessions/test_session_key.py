@@ -54,7 +54,7 @@ def restart(folder: Path, settings: Any) -> None:
 def test_session_key_rotation_keeps_sessions_for_as_long_as_they_last(
     folder: Path, desk: Desk, settings: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guarantee: a rotation of routine interrupts nobody, and the former key is worth nothing after eight hours."""
+    """Guarantee: a routine rotation ends no session, and the former key verifies none after eight hours."""
     client = browser(desk.admin)
     page = address("keyvault_merchant_changelist")
     assert client.get(page).status_code == 200

@@ -107,7 +107,7 @@ def test_lost_process_found_by_several_raises_one_alarm(clock: Clock) -> None:
 
 
 def test_return_of_the_database_reports_no_process_that_waited_for_it(clock: Clock) -> None:
-    """Guarantee: after an outage, in which nobody can report, only those that do not return raise an alarm."""
+    """Guarantee: after an outage of the database, only processes that do not return raise an alarm."""
     worker, dead, server = watch(clock, worker="worker a"), watch(clock, worker="worker b"), watch(clock)
     for each in (worker, dead, server):
         each.run_once()
