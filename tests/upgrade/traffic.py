@@ -78,6 +78,7 @@ class Traffic:
         self._dice = random.Random(7)  # noqa: S311  a test's own dice
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work)
+        self._loop: asyncio.AbstractEventLoop
 
     def __enter__(self) -> "Traffic":
         self._thread.start()
@@ -88,10 +89,15 @@ class Traffic:
         self._thread.join()
 
     def take_out(self, port: int) -> None:
-        """Send no more requests to the port, as a load balancer does, and wait until it has answered all."""
+        """Send no more requests to the port, as a load balancer does, wait until it has answered all, and hang up.
+
+        A server that is started again at the port does not know the connections of the one before.
+        """
         self.ports = tuple(other for other in self.ports if other != port)
         while self._under_way[port]:
             time.sleep(0.01)
+        for connection in self._idle.pop(port, []):
+            self._loop.call_soon_threadsafe(connection.writer.close)
 
     # --- in its thread ----------------------------------------------------------------------------------------
 
@@ -102,6 +108,7 @@ class Traffic:
             self.tally.fail(f"the traffic ended: {error!r}")
 
     async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
         turns = asyncio.Semaphore(CONNECTIONS)
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
