@@ -21,7 +21,7 @@ REVEALS: dict[str, str] = {
     "keyvault/backends/local.py": "seals and encrypts it",
     "keyvault/domain/connections.py": "looks at a provider's credentials before they are stored",
     "keyvault/backends/vault/client.py": "hands its token to hvac",
-    "keyvault/backends/vault/doctor.py": "hands a token of its own to hvac",
+    "keyvault/backends/vault/diagnosis.py": "hands a token of its own to hvac",
     "keyvault/backends/vault/kv.py": "writes it to the secrets manager",
     "keyvault/backends/vault/logins.py": "proves with it who the process is, and keeps it in a private file",
     "keyvault/domain/digests.py": "hashes it",

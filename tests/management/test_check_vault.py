@@ -1,4 +1,4 @@
-"""`vault_doctor`: it reports each staged fault with a remedy, and no other fault."""
+"""`check_vault`: it reports each staged fault with a remedy, and no other fault."""
 
 import io
 import json
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.django_db
 Report = dict[str, Any]
 
 
-def doctor(*arguments: str) -> Report:
-    """Run the doctor and return its report; the exit code must match."""
+def diagnose(*arguments: str) -> Report:
+    """Run the command and return its report; the exit code must match."""
     output, code = io.StringIO(), 0
     try:
-        call_command("vault_doctor", "--json", *arguments, stdout=output)
+        call_command("check_vault", "--json", *arguments, stdout=output)
     except SystemExit as left:
         code = int(left.code or 0)
     report: Report = json.loads(output.getvalue())
@@ -54,45 +54,45 @@ def list_accessors(made: InstalledVault) -> list[str]:
 # --- healthy installations ----------------------------------------------------------------------------------
 
 
-def test_vault_doctor_of_a_healthy_installation_finds_nothing(vault_service: InstalledVault) -> None:
-    report = doctor()
+def test_check_vault_of_a_healthy_installation_finds_nothing(vault_service: InstalledVault) -> None:
+    report = diagnose()
     assert report["findings"] == []
     assert {"server", "pepper sandbox", "pepper production", "pepper service"} <= set(report["checked"])
     assert len(report["checked"]) == 1 + 22 + 3
-    assert doctor() == report  # The run ends its own tokens and nothing else.
+    assert diagnose() == report  # The run ends its own tokens and nothing else.
 
 
-def test_vault_doctor_as_text_reports_no_problems(vault_service: InstalledVault) -> None:
+def test_check_vault_as_text_reports_no_problems(vault_service: InstalledVault) -> None:
     output = io.StringIO()
-    call_command("vault_doctor", stdout=output)
+    call_command("check_vault", stdout=output)
     assert output.getvalue().endswith(": no problems.\n")
 
 
-def test_vault_doctor_leaves_no_token_behind(vault_service: InstalledVault) -> None:
-    """Every token of the doctor's is revoked at the end."""
+def test_check_vault_leaves_no_token_behind(vault_service: InstalledVault) -> None:
+    """Every token of the command is revoked at the end."""
     before = set(list_accessors(vault_service))
-    doctor()
+    diagnose()
     assert set(list_accessors(vault_service)) == before
 
 
-def test_vault_doctor_before_the_switch_reports_that_the_vault_is_unused(installed_vault: InstalledVault) -> None:
+def test_check_vault_before_the_switch_reports_that_the_vault_is_unused(installed_vault: InstalledVault) -> None:
     with pointed_at(installed_vault.server.address, installed_vault):
         output = io.StringIO()
-        call_command("vault_doctor", stdout=output)
+        call_command("check_vault", stdout=output)
     assert "The Vault is not in use: KEYVAULT_BACKEND is local" in output.getvalue()
 
 
-def test_vault_doctor_before_the_switch_compares_no_pepper(installed_vault: InstalledVault) -> None:
+def test_check_vault_before_the_switch_compares_no_pepper(installed_vault: InstalledVault) -> None:
     """With KEYVAULT_BACKEND=local the database's peppers are not in the Vault yet."""
     with pointed_at(installed_vault.server.address, installed_vault):
-        report = doctor()
+        report = diagnose()
     assert report["findings"] == []
     assert [name for name in report["checked"] if name.startswith("pepper")] == []
 
 
-def test_vault_doctor_before_setup_reports_missing_peppers(installed_vault: InstalledVault) -> None:
+def test_check_vault_before_setup_reports_missing_peppers(installed_vault: InstalledVault) -> None:
     with pointed_at(installed_vault.server.address, installed_vault, IS_VAULT=True):
-        report = doctor()
+        report = diagnose()
     assert [problem for _, problem in problems_of(report)] == [
         f"The database has no {pepper_set} pepper." for pepper_set in ("sandbox", "production", "service")
     ]
@@ -147,62 +147,62 @@ def answering(status: int, body: object, tls: ssl.SSLContext | None = None) -> I
         (404, "Its health check answers 404."),
     ],
 )
-def test_vault_doctor_names_a_server_that_is_not_ready(status: int, problem: str) -> None:
+def test_check_vault_names_a_server_that_is_not_ready(status: int, problem: str) -> None:
     with answering(status, {"sealed": status == 503}) as address, pointed_at(address):
-        assert problems_of(doctor()) == [(address, problem)]
+        assert problems_of(diagnose()) == [(address, problem)]
 
 
-def test_vault_doctor_names_a_server_that_is_not_a_vault() -> None:
+def test_check_vault_names_a_server_that_is_not_a_vault() -> None:
     with answering(200, {"hello": "world"}) as address, pointed_at(address):
-        assert problems_of(doctor()) == [(address, "Its health check answers 200.")]
+        assert problems_of(diagnose()) == [(address, "Its health check answers 200.")]
 
 
-def test_vault_doctor_names_an_address_without_a_server() -> None:
+def test_check_vault_names_an_address_without_a_server() -> None:
     with answering(200, {}) as address:
         pass
     with pointed_at(address):
-        [(subject, problem)] = problems_of(doctor())
+        [(subject, problem)] = problems_of(diagnose())
     assert subject == address
     assert problem.startswith("The server does not answer")
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(3600, "ahead of"), (-3600, "behind")])
-def test_vault_doctor_names_a_clock_that_is_off(seconds: int, expected: str, tmp_path: Path) -> None:
+def test_check_vault_names_a_clock_that_is_off(seconds: int, expected: str, tmp_path: Path) -> None:
     health = {"sealed": False, "server_time_utc": int(time.time()) + seconds}
     with answering(200, health) as address, pointed_at(address, VAULT_CREDENTIALS_DIR=tmp_path / "none"):
-        report = doctor()
+        report = diagnose()
     assert [subject for subject, problem in problems_of(report) if expected in problem and "clock" in problem] == [
         address
     ]
 
 
-def test_vault_doctor_names_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:
+def test_check_vault_names_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:
     tls = make_authority(tmp_path).server("127.0.0.1")
     with answering(200, {}, tls) as address, pointed_at(address):
-        [(_, problem)] = problems_of(doctor())
+        [(_, problem)] = problems_of(diagnose())
     assert problem.startswith("The server's certificate is not trusted")
 
 
-def test_vault_doctor_names_a_missing_ca_file(tmp_path: Path) -> None:
+def test_check_vault_names_a_missing_ca_file(tmp_path: Path) -> None:
     with pointed_at("https://127.0.0.1:1", VAULT_CA_FILE=tmp_path / "ca.pem"):
-        [(_, problem)] = problems_of(doctor())
+        [(_, problem)] = problems_of(diagnose())
     assert problem == f"The CA file {tmp_path / 'ca.pem'} cannot be read."
 
 
-def test_vault_doctor_names_a_sealed_server(vault_on_disk: VaultOnDisk, tmp_path: Path) -> None:
+def test_check_vault_names_a_sealed_server(vault_on_disk: VaultOnDisk, tmp_path: Path) -> None:
     with installed(vault_on_disk, tmp_path / "logins") as made, pointed_at(made.server.address, made):
-        assert doctor()["findings"] == []
+        assert diagnose()["findings"] == []
         vault_on_disk.seal()
         try:
-            assert problems_of(doctor()) == [(made.server.address, "The server is sealed.")]
+            assert problems_of(diagnose()) == [(made.server.address, "The server is sealed.")]
         finally:
             vault_on_disk.unseal()
-        assert doctor()["findings"] == []
+        assert diagnose()["findings"] == []
 
 
-def test_vault_doctor_without_an_address_is_a_usage_error() -> None:
+def test_check_vault_without_an_address_is_a_usage_error() -> None:
     with override_settings(VAULT_ADDRESS=""), pytest.raises(CommandError, match="VAULT_ADDR") as refused:
-        call_command("vault_doctor")
+        call_command("check_vault")
     assert refused.value.returncode == 2
 
 
@@ -338,62 +338,62 @@ FAULTS: dict[str, tuple[Stage, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_vault_doctor_finds_the_fault_and_no_other(vault_service: InstalledVault, fault: str) -> None:
+def test_check_vault_finds_the_fault_and_no_other(vault_service: InstalledVault, fault: str) -> None:
     stage, subject, problem = FAULTS[fault]
     prefix = vault_service.layout.prefix
     stage(vault_service, prefix)
-    [(found_subject, found_problem)] = problems_of(doctor())
+    [(found_subject, found_problem)] = problems_of(diagnose())
     assert found_subject == subject.replace("P-", f"{prefix}-")
     assert problem.replace("P-", f"{prefix}-") in found_problem
 
 
-def test_vault_doctor_finds_nothing_after_the_bootstrap_that_it_recommends(vault_service: InstalledVault) -> None:
+def test_check_vault_finds_nothing_after_the_bootstrap_that_it_recommends(vault_service: InstalledVault) -> None:
     prefix = vault_service.layout.prefix
     for fault in ("policy missing", "policy widened", "one policy more", "cas_required off", "signing key deletable"):
         FAULTS[fault][0](vault_service, prefix)
-    assert len(doctor()["findings"]) == 5
+    assert len(diagnose()["findings"]) == 5
     bootstrap(vault_service.admin, vault_service.layout, ["sandbox", "production"], lambda _: None)
-    assert doctor()["findings"] == []
+    assert diagnose()["findings"] == []
 
 
-def test_vault_doctor_names_a_secret_id_that_ends_soon(vault_service: InstalledVault) -> None:
+def test_check_vault_names_a_secret_id_that_ends_soon(vault_service: InstalledVault) -> None:
     name = vault_service.layout.login(VaultRole.LOOKUP, "service")
     vault_service.admin.write_data(f"auth/approle/role/{name}", data={"secret_id_ttl": "72h"})
     make_logins(vault_service.admin, vault_service.layout, [name], vault_service.logins, wrap_seconds=None, renew=True)
-    assert problems_of(doctor()) == [(name, "Its secret id expires in 2 days.")]
+    assert problems_of(diagnose()) == [(name, "Its secret id expires in 2 days.")]
 
 
 # --- files of this host -------------------------------------------------------------------------------------
 
 
-def test_vault_doctor_names_a_missing_login_and_the_hosts_that_need_it(vault_service: InstalledVault) -> None:
+def test_check_vault_names_a_missing_login_and_the_hosts_that_need_it(vault_service: InstalledVault) -> None:
     name = f"{vault_service.layout.prefix}-destroyer-production"
     (vault_service.logins / f"{name}.secret_id").unlink()
-    assert problems_of(doctor()) == [(name, "This host lacks the login; hosts of kind worker need it (--host).")]
+    assert problems_of(diagnose()) == [(name, "This host lacks the login; hosts of kind worker need it (--host).")]
 
 
-def test_vault_doctor_names_logins_that_this_host_does_not_need(vault_service: InstalledVault) -> None:
+def test_check_vault_names_logins_that_this_host_does_not_need(vault_service: InstalledVault) -> None:
     """An attacker on a web host must find no login that can destroy."""
-    report = doctor("--host", "web")
+    report = diagnose("--host", "web")
     assert {problem for _, problem in problems_of(report)} == {"This host has a login that it does not need."}
     assert f"{vault_service.layout.prefix}-destroyer-production" in {subject for subject, _ in problems_of(report)}
     assert len(report["findings"]) == 23 - (3 * 2 + 3)
 
 
-def test_vault_doctor_checks_only_the_environments_that_this_host_serves(vault_service: InstalledVault) -> None:
+def test_check_vault_checks_only_the_environments_that_this_host_serves(vault_service: InstalledVault) -> None:
     for path in vault_service.logins.glob("*-production.*"):
         path.unlink()
     with override_settings(ENVIRONMENTS=("sandbox",)):
-        assert doctor()["findings"] == []
+        assert diagnose()["findings"] == []
 
 
-def test_vault_doctor_names_files_that_others_can_access(vault_service: InstalledVault) -> None:
+def test_check_vault_names_files_that_others_can_access(vault_service: InstalledVault) -> None:
     """A login file that others can read counts as compromised."""
     file = vault_service.logins / f"{vault_service.layout.prefix}-lookup-service.secret_id"
     file.chmod(0o640)
     vault_service.logins.chmod(0o755)
     try:
-        assert problems_of(doctor()) == [
+        assert problems_of(diagnose()) == [
             (str(vault_service.logins), "Other users can access it (mode 755)."),
             (str(file), "Other users can access it (mode 640)."),
         ]
@@ -401,25 +401,25 @@ def test_vault_doctor_names_files_that_others_can_access(vault_service: Installe
         vault_service.logins.chmod(0o700)
 
 
-def test_vault_doctor_names_a_missing_folder(vault_service: InstalledVault, tmp_path: Path) -> None:
+def test_check_vault_names_a_missing_folder(vault_service: InstalledVault, tmp_path: Path) -> None:
     with override_settings(VAULT_CREDENTIALS_DIR=tmp_path / "none"):
-        assert problems_of(doctor()) == [(str(tmp_path / "none"), "The folder of the logins is missing.")]
+        assert problems_of(diagnose()) == [(str(tmp_path / "none"), "The folder of the logins is missing.")]
 
 
-def test_vault_doctor_as_another_user_unwraps_no_secret_id(
+def test_check_vault_as_another_user_unwraps_no_secret_id(
     vault_service: InstalledVault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A secret id unwrapped as root would belong to root, and the service could not read it."""
     name = vault_service.layout.login(VaultRole.LOOKUP, "service")
     make_logins(vault_service.admin, vault_service.layout, [name], vault_service.logins, wrap_seconds=60, renew=True)
     monkeypatch.setattr("os.geteuid", lambda: 4711)
-    [(subject, problem)] = problems_of(doctor())
+    [(subject, problem)] = problems_of(diagnose())
     assert subject == str(vault_service.logins)
     assert "belongs to user" in problem
     assert (vault_service.logins / f"{name}.wrapped_secret_id").exists()
 
 
-def test_vault_doctor_with_agent_tokens_finds_an_expired_one_and_revokes_none(
+def test_check_vault_with_agent_tokens_finds_an_expired_one_and_revokes_none(
     vault_service: InstalledVault, tmp_path: Path
 ) -> None:
     folder = tmp_path / "tokens"
@@ -429,29 +429,29 @@ def test_vault_doctor_with_agent_tokens_finds_an_expired_one_and_revokes_none(
         token = AppRoleLogin(vault_service.logins, name).log_in(open_client(vault_service.server)).text.reveal()
         write_private_file(folder / f"{name}.token", token)
     with override_settings(VAULT_AUTH="token_file", VAULT_CREDENTIALS_DIR=folder):
-        assert doctor()["findings"] == []
-        assert doctor()["findings"] == []
+        assert diagnose()["findings"] == []
+        assert diagnose()["findings"] == []
         dead = (folder / f"{names[0]}.token").read_text()
         vault_service.admin.write_data("auth/token/revoke", data={"token": dead})
-        [(subject, problem)] = problems_of(doctor())
+        [(subject, problem)] = problems_of(diagnose())
     assert subject == names[0]
     assert "an agent's token has expired" in problem
 
 
-def test_vault_doctor_prints_no_secret(vault_service: InstalledVault) -> None:
+def test_check_vault_prints_no_secret(vault_service: InstalledVault) -> None:
     """The output may be copied into a ticket."""
     for fault in ("policy missing", "secret id wrong", "secret id opened by another party", "pepper swapped"):
         FAULTS[fault][0](vault_service, vault_service.layout.prefix)
-    text = json.dumps(doctor())
+    text = json.dumps(diagnose())
     for path in vault_service.logins.iterdir():
         content = path.read_text().strip()
         assert len(content) < 6 or content not in text
 
 
-def test_vault_doctor_with_a_wrong_prefix_reports_the_prefix_and_spares_the_logins(
+def test_check_vault_with_a_wrong_prefix_reports_the_prefix_and_spares_the_logins(
     vault_service: InstalledVault,
 ) -> None:
     with override_settings(VAULT_PREFIX=Layout("unused").prefix):
-        (finding,) = doctor()["findings"]
+        (finding,) = diagnose()["findings"]
     assert "None of the logins here is of this service: KEYVAULT_VAULT_PREFIX is 'unused'" in finding["problem"]
     assert "change no file before that" in finding["cure"]

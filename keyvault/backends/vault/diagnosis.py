@@ -1,6 +1,6 @@
 """Diagnosis of a host's connection to its Vault, with a remedy for each problem.
 
-The doctor uses the logins of the host, like the service, and changes nothing on the server. A login itself may unwrap
+It uses the logins of the host, like the service, and changes nothing on the server. A login itself may unwrap
 and store a wrapped secret id on the host.
 """
 

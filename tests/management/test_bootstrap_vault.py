@@ -1,4 +1,4 @@
-"""`vault_bootstrap`: the options and output that an administrator's script uses."""
+"""`bootstrap_vault`: the options and output that an administrator's script uses."""
 
 import io
 import json
@@ -38,13 +38,13 @@ def fresh(installed_vault: InstalledVault) -> Iterator[Layout]:
 
 def run(*arguments: str) -> Any:
     output = io.StringIO()
-    call_command("vault_bootstrap", *arguments, "--json", stdout=output)
+    call_command("bootstrap_vault", *arguments, "--json", stdout=output)
     lines = output.getvalue().splitlines()
     assert len(lines) == 1
     return json.loads(lines[0])
 
 
-def test_vault_bootstrap_answers_its_changes_once(fresh: Layout, token_file: Path) -> None:
+def test_bootstrap_vault_answers_its_changes_once(fresh: Layout, token_file: Path) -> None:
     answer = run(*BOTH, "--token-file", str(token_file), "--dry-run")
     assert answer["dry_run"]
     done = run(*BOTH, "--token-file", str(token_file))
@@ -53,25 +53,25 @@ def test_vault_bootstrap_answers_its_changes_once(fresh: Layout, token_file: Pat
     assert run(*BOTH, "--token-file", str(token_file)) == {"dry_run": False, "changes": []}
 
 
-def test_vault_bootstrap_as_text_lists_each_change_and_the_count(fresh: Layout, token_file: Path) -> None:
+def test_bootstrap_vault_as_text_lists_each_change_and_the_count(fresh: Layout, token_file: Path) -> None:
     output = io.StringIO()
-    call_command("vault_bootstrap", "--environment", "sandbox", "--token-file", str(token_file), stdout=output)
+    call_command("bootstrap_vault", "--environment", "sandbox", "--token-file", str(token_file), stdout=output)
     lines = output.getvalue().splitlines()
     assert f"mount {fresh.prefix}-keys-sandbox: made, kv" in lines
     assert lines[-1] == f"{len(lines) - 1} changes."
     again = io.StringIO()
-    call_command("vault_bootstrap", "--environment", "sandbox", "--token-file", str(token_file), stdout=again)
+    call_command("bootstrap_vault", "--environment", "sandbox", "--token-file", str(token_file), stdout=again)
     assert again.getvalue() == "0 changes.\n"
 
 
-def test_vault_bootstrap_reads_the_token_from_standard_input(
+def test_bootstrap_vault_reads_the_token_from_standard_input(
     fresh: Layout, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{vault.root_token}\n"))
     assert run(*BOTH, "--token-file", "-")["changes"]
 
 
-def test_vault_bootstrap_ignores_a_token_in_the_environment(
+def test_bootstrap_vault_ignores_a_token_in_the_environment(
     fresh: Layout, vault: RunningVault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller names the token explicitly; ambient tokens are ignored."""
@@ -86,7 +86,7 @@ def test_vault_bootstrap_ignores_a_token_in_the_environment(
 @pytest.mark.parametrize(
     ("host", "count"), [("web", 3 * 2 + 2), ("worker", 8 * 2 + 2), ("setup", 2 * 3 + 1), ("all", 22)]
 )
-def test_vault_bootstrap_creates_the_logins_of_a_host_kind(
+def test_bootstrap_vault_creates_the_logins_of_a_host_kind(
     fresh: Layout, token_file: Path, tmp_path: Path, host: str, count: int
 ) -> None:
     folder = tmp_path / "handover"
@@ -99,7 +99,7 @@ def test_vault_bootstrap_creates_the_logins_of_a_host_kind(
     assert run(*arguments)["logins"] == []
 
 
-def test_vault_bootstrap_creates_one_role_unwrapped(fresh: Layout, token_file: Path, tmp_path: Path) -> None:
+def test_bootstrap_vault_creates_one_role_unwrapped(fresh: Layout, token_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "handover"
     arguments = ["--environment", "sandbox", "--token-file", str(token_file), "--logins-folder", str(folder)]
     assert run(*arguments, "--role", "destroyer", "--plain")["logins"] == [f"{fresh.prefix}-destroyer-sandbox"]
@@ -108,7 +108,7 @@ def test_vault_bootstrap_creates_one_role_unwrapped(fresh: Layout, token_file: P
     assert (folder / f"{fresh.prefix}-destroyer-sandbox.secret_id").read_text() != first
 
 
-def test_vault_bootstrap_options_are_applied_to_the_roles(
+def test_bootstrap_vault_options_are_applied_to_the_roles(
     fresh: Layout, token_file: Path, installed_vault: InstalledVault
 ) -> None:
     run(*BOTH, "--token-file", str(token_file), "--cidr", "10.1.0.0/16", "--secret-id-days", "7")
@@ -118,11 +118,11 @@ def test_vault_bootstrap_options_are_applied_to_the_roles(
     assert role["token_policies"] == [f"{fresh.prefix}-reader-production"]
 
 
-def test_vault_bootstrap_prints_no_secret(fresh: Layout, token_file: Path, tmp_path: Path) -> None:
+def test_bootstrap_vault_prints_no_secret(fresh: Layout, token_file: Path, tmp_path: Path) -> None:
     """The output may be copied into a ticket."""
     output, folder = io.StringIO(), tmp_path / "handover"
     arguments = [*BOTH, "--token-file", str(token_file), "--logins-folder", str(folder), "--plain"]
-    call_command("vault_bootstrap", *arguments, stdout=output)
+    call_command("bootstrap_vault", *arguments, stdout=output)
     for path in [token_file, *folder.iterdir()]:
         assert path.read_text().strip() not in output.getvalue()
 
@@ -141,7 +141,7 @@ def test_vault_bootstrap_prints_no_secret(fresh: Layout, token_file: Path, tmp_p
         (["--wrap-seconds", "0", "--logins-folder", "x"], 1),
     ],
 )
-def test_vault_bootstrap_with_invalid_options_is_refused(tmp_path: Path, arguments: list[str], returncode: int) -> None:
+def test_bootstrap_vault_with_invalid_options_is_refused(tmp_path: Path, arguments: list[str], returncode: int) -> None:
     (tmp_path / "token").write_text("root")
     with override_settings(VAULT_ADDRESS="http://127.0.0.1:1"), pytest.raises(CommandError) as refused:
         run(*BOTH, "--token-file", str(tmp_path / "token"), *arguments)
@@ -149,7 +149,7 @@ def test_vault_bootstrap_with_invalid_options_is_refused(tmp_path: Path, argumen
     assert not os.path.exists("x")
 
 
-def test_vault_bootstrap_without_address_or_token_is_refused(tmp_path: Path) -> None:
+def test_bootstrap_vault_without_address_or_token_is_refused(tmp_path: Path) -> None:
     with override_settings(VAULT_ADDRESS=""), pytest.raises(CommandError, match="VAULT_ADDR"):
         run(*BOTH, "--token-file", "-")
     (tmp_path / "empty").write_text("\n")

@@ -11,7 +11,7 @@ from django.db import OperationalError, ProgrammingError
 
 from keyvault.backends.vault.bootstrap import list_logins, list_scopes
 from keyvault.backends.vault.capabilities import ROLES_OF_HOST
-from keyvault.backends.vault.doctor import Diagnosis
+from keyvault.backends.vault.diagnosis import Diagnosis
 from keyvault.backends.vault.remediation import Finding
 from keyvault.management.json_command import JsonCommand
 from keyvault.models import PepperVersion
