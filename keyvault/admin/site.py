@@ -39,7 +39,7 @@ from keyvault.admin.catalog.catalog import CatalogEndpointAdmin
 from keyvault.admin.catalog.limits import LimitOverrideAdmin
 from keyvault.admin.framework.actions import CreateAction, RowAction
 from keyvault.admin.framework.enforcement import grant_for, operator_of
-from keyvault.admin.framework.menu import ENTRIES, ConsolePage, Section, build_menu
+from keyvault.admin.framework.menu import ENTRIES, ConsolePage, Section, build_menu, page_route
 from keyvault.admin.framework.middleware import ViewT, open_before_sign_in
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page, problem_page
@@ -277,12 +277,7 @@ class ConsoleSite(AdminSite):
             path("", self.admin_view(self.front_page), name="index"),
             path("search/", self.admin_view(self.search_page), name="search"),
             path("environment/", self.admin_view(self.choose_environment), name="environment"),
-            *(
-                path(
-                    each.route, guard_view(self, each.permissions, each.methods, page_view(self, each)), name=each.name
-                )
-                for each in self._pages
-            ),
+            *(page_route(self, each) for each in self._pages),
             path("login/", open_before_sign_in(never_cache(self.login)), name="login"),
             path("login/sso/", self._open_view(partial(begin, self)), name="single_sign_on"),
             path("login/sso/callback/", self._open_view(finish), name="single_sign_on_callback"),
@@ -343,6 +338,8 @@ class ConsoleSite(AdminSite):
             "environments": sorted(operator.scope.environments, reverse=True),
             "roles": sorted(role.value.replace("_", " ") for role in operator.roles),
             "scope": operator.scope,
+            # A page does not repeat a key that was pasted into its address.
+            "here": "" if find_exposed(request.get_full_path()) else request.get_full_path(),
         }
 
     def _menu(self, request: HttpRequest) -> list[Section]:
