@@ -2,11 +2,11 @@
 
 import time
 
-from tests.faults import truth
+from tests.faults import expected_verdicts
 from tests.faults.campaign import begin_campaign, count_closed, is_over, judge_campaign
-from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, served, until
-from tests.faults.results import Asked, Result, say
+from tests.faults.results import Options, Result, say
 from tests.faults.traffic import Traffic
 
 MEMBERS = 200
@@ -17,13 +17,13 @@ BY_TURNS_SECONDS = 8
 END_SECONDS = 300
 
 
-def run(asked: Asked) -> Result:
+def run(options: Options) -> Result:
     result = Result("rotations")
     merchants, token = make_merchants(MEMBERS), gateway_token()
     say(f"{MEMBERS} credentials")
     with (
-        served(asked.folder) as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed, 8, BY_TURNS_SECONDS) as sent,
+        served(options.folder) as (service, port),
+        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed, 8, BY_TURNS_SECONDS) as sent,
     ):
         began = time.monotonic()
         campaign = begin_campaign()
@@ -41,7 +41,7 @@ def run(asked: Asked) -> Result:
     }
     result.must_be(sum(merchant.old_turns for merchant in merchants) >= 2 * MEMBERS, "too few used both keys by turns")
     judge_campaign(result, campaign, MEMBERS)
-    truth.judge_traffic(result, sent.answers)
-    truth.judge_end(result, merchants)
-    truth.judge_logs(result, asked.folder / "logs")
+    expected_verdicts.judge_traffic(result, sent.answers)
+    expected_verdicts.judge_end(result, merchants)
+    expected_verdicts.judge_logs(result, options.folder / "logs")
     return result

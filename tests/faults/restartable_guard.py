@@ -1,8 +1,8 @@
 """A guard of a server that can be stopped and restarted on purpose, in place of `tests.servers.guard`.
 
-Run as `python -m tests.faults.again SPEC`. It reads commands from its input, one per line, and writes `done` after
-each: `stop N` sends signal N and waits for the end, `start` starts the server again on the same data. At the end of the
-input it ends the server and deletes its directory.
+Run as `python -m tests.faults.restartable_guard SPEC`. It reads commands from its input, one per line, and writes
+`done` after each: `stop N` sends signal N and waits for the end, `start` starts the server again on the same data. At
+the end of the input it ends the server and deletes its directory.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.servers.guard import LOOK_EVERY_SECONDS, child_options, stop
 
-ORDER_SECONDS = 60
+COMMAND_SECONDS = 60
 
 
 def main() -> int:
@@ -27,26 +27,26 @@ def main() -> int:
     try:
         with (directory / "server.log").open("ab") as log:
             options = child_options(spec) | {"stdout": log}
-            for command in spec["prepare"]:
-                subprocess.run(command, check=True, **options)
-            _obey(spec, options)
+            for step in spec["prepare"]:
+                subprocess.run(step, check=True, **options)
+            _execute_commands(spec, options)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return 0
 
 
-def _obey(spec: dict[str, Any], options: dict[str, Any]) -> None:
+def _execute_commands(spec: dict[str, Any], options: dict[str, Any]) -> None:
     server = subprocess.Popen(spec["serve"], **options)
     try:
         while os.getppid() == spec["parent"]:
             if not select.select([0], [], [], LOOK_EVERY_SECONDS)[0]:
                 continue
-            order = os.read(0, 100).decode().split()
-            if not order:
+            command = os.read(0, 100).decode().split()
+            if not command:
                 return
-            if order[0] == "stop":
-                server.send_signal(int(order[1]))
-                server.wait(ORDER_SECONDS)
+            if command[0] == "stop":
+                server.send_signal(int(command[1]))
+                server.wait(COMMAND_SECONDS)
             elif server.poll() is not None:
                 server = subprocess.Popen(spec["serve"], **options)
             os.write(1, b"done\n")

@@ -1,4 +1,4 @@
-"""A network between a verifier and its database, as a separate program: `python -m tests.faults.wire FROM TO`.
+"""A TCP proxy between a verifier and its database, as a separate program: `python -m tests.faults.proxy FROM TO`.
 
 It forwards from the loopback port FROM to the port TO. It reads commands from its input, one per line, and writes
 `done` after each: `hold` stops forwarding without closing a connection; `go` forwards what was held and continues;
@@ -19,13 +19,13 @@ _RESET = struct.pack("ii", 1, 0)
 _CHUNK_BYTES = 65536
 
 
-class Wire:
+class Proxy:
     """The handle of the started program."""
 
     def __init__(self, to: int) -> None:
         self.port = free_port()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.wire", str(self.port), str(to)],
+            [sys.executable, "-m", "tests.faults.proxy", str(self.port), str(to)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -33,16 +33,16 @@ class Wire:
         )
         self._wait_until_done()
 
-    def order(self, word: str) -> None:
+    def send_command(self, command: str) -> None:
         assert self._process.stdin
-        self._process.stdin.write(f"{word}\n".encode())
+        self._process.stdin.write(f"{command}\n".encode())
         self._process.stdin.flush()
         self._wait_until_done()
 
     def _wait_until_done(self) -> None:
         assert self._process.stdout
         if self._process.stdout.readline() != b"done\n":
-            raise RuntimeError("the wire has ended")
+            raise RuntimeError("the proxy has ended")
 
     def close(self) -> None:
         assert self._process.stdin
@@ -52,7 +52,7 @@ class Wire:
         self._process.stdout.close()
 
 
-class _Ends:
+class _Forwarder:
     """All connections of the program, and whether it forwards."""
 
     def __init__(self, to: int) -> None:
@@ -61,21 +61,21 @@ class _Ends:
         self._is_open.set()
         self._writers: set[asyncio.StreamWriter] = set()
 
-    async def join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         other: asyncio.StreamWriter | None = None
         try:
             await self._is_open.wait()
             back, other = await asyncio.open_connection("127.0.0.1", self._to)
             self._writers.add(other)
-            ways = {
-                asyncio.ensure_future(self._pass_on(reader, other)),
-                asyncio.ensure_future(self._pass_on(back, writer)),
+            directions = {
+                asyncio.ensure_future(self._forward(reader, other)),
+                asyncio.ensure_future(self._forward(back, writer)),
             }
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+            for direction in directions:
+                direction.cancel()
+            await asyncio.gather(*directions, return_exceptions=True)
         except OSError:
             pass
         finally:
@@ -84,7 +84,7 @@ class _Ends:
                     self._writers.discard(each)
                     each.close()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while data := await reader.read(_CHUNK_BYTES):
                 await self._is_open.wait()
@@ -93,24 +93,24 @@ class _Ends:
             # The end of a connection is not forwarded on hold either.
             await self._is_open.wait()
 
-    def obey(self, word: str) -> None:
-        if word == "hold":
+    def execute(self, command: str) -> None:
+        if command == "hold":
             self._is_open.clear()
-        elif word == "go":
+        elif command == "go":
             self._is_open.set()
         else:
             for writer in list(self._writers):
-                wire: socket.socket = writer.get_extra_info("socket")
-                wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                connection: socket.socket = writer.get_extra_info("socket")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 writer.transport.abort()
 
 
 async def _serve(port: int, to: int) -> None:
-    ends, loop = _Ends(to), asyncio.get_running_loop()
-    await asyncio.start_server(ends.join, "127.0.0.1", port)
+    forwarder, loop = _Forwarder(to), asyncio.get_running_loop()
+    await asyncio.start_server(forwarder.handle, "127.0.0.1", port)
     _say_done()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
-        ends.obey(line.strip())
+        forwarder.execute(line.strip())
         await asyncio.sleep(0)
         _say_done()
 

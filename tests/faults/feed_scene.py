@@ -8,31 +8,31 @@ from dataclasses import dataclass
 
 from django.db import connection
 
-from tests.faults.acting import Acts, Ban
 from tests.faults.answer_checks import UNAVAILABLE_CODE, Outages
-from tests.faults.asking import Asking
+from tests.faults.changes import Ban, SubjectChanges
 from tests.faults.hosts import Host
 from tests.faults.programs import until
 from tests.faults.results import Result
+from tests.faults.sender import RequestSender
 from tests.faults.servers import Restartable
 
 RIGHT_WITHIN_SECONDS = 4
 """Time after a cut until every good key is allowed again, in seconds."""
 
-HEAL_SECONDS = 20
+RECOVERY_SECONDS = 20
 
 
 @dataclass(slots=True)
-class Stage:
+class FeedScene:
     """`here`: the host whose generation counter the changes advance. `postgres` None: it may not be stopped."""
 
     here: Host
     elsewhere: Host
-    acts: Acts
-    asking: Asking
+    changes: SubjectChanges
+    sender: RequestSender
     outages: Outages
     result: Result
-    dice: random.Random
+    rng: random.Random
     staleness: float
     postgres: Restartable | None = None
 
@@ -41,14 +41,14 @@ class Stage:
         return self.here, self.elsewhere
 
     def choose(self) -> Host:
-        return self.dice.choice(self.hosts)
+        return self.rng.choice(self.hosts)
 
     def ban_all(self, what: str, host: Host | None, since: float, bound_seconds: float) -> Ban:
         """Ban every grant for any key, until the caller ends the disturbance and the ban."""
         ban = Ban(
-            what, None, since, only=None if host is None else host.name, bound_seconds=bound_seconds, is_told=False
+            what, None, since, only=None if host is None else host.name, bound_seconds=bound_seconds, is_notified=False
         )
-        self.acts.bans.append(ban)
+        self.changes.bans.append(ban)
         return ban
 
     @contextmanager
@@ -71,18 +71,18 @@ class Stage:
     def must_see_refusals(self, host: Host | None, since: float) -> None:
         """Check that some request got a response without a verdict."""
         names = {each.name for each in self.hosts} if host is None else {host.name}
-        seen = (each for each in list(self.asking.replies) if each.sent_at >= since and each.host in names)
+        seen = (each for each in list(self.sender.replies) if each.sent_at >= since and each.host in names)
         found = any(each.code == UNAVAILABLE_CODE for each in seen)
-        self.result.must_be(found, f"{self.acts.when}: no request in {names} got a 503 without a verdict")
+        self.result.must_be(found, f"{self.changes.when}: no request in {names} got a 503 without a verdict")
 
 
-def heal(stage: Stage) -> None:
+def await_recovery(scene: FeedScene) -> None:
     """Wait until all verifiers have confirmed a new change. Raises GaveUpError."""
     ban: list[Ban] = []
 
     def is_confirmed() -> bool:
         if not ban or ban[-1].sequence is None:
-            if (made := stage.acts.revoke()) is not None:
+            if (made := scene.changes.revoke()) is not None:
                 ban.append(made)
             return False
         with connection.cursor() as cursor:
@@ -91,6 +91,6 @@ def heal(stage: Stage) -> None:
                 " AND stopped_at IS NULL AND seen_at > now() - interval '2 seconds'",
                 [ban[-1].sequence],
             )
-            return bool(cursor.fetchone()[0] == sum(host.workers for host in stage.hosts))
+            return bool(cursor.fetchone()[0] == sum(host.workers for host in scene.hosts))
 
-    until("every verifier to confirm a new change", is_confirmed, HEAL_SECONDS)
+    until("every verifier to confirm a new change", is_confirmed, RECOVERY_SECONDS)

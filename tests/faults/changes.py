@@ -28,11 +28,11 @@ from keyvault.services.limits.overrides import set_account_limit
 from keyvault.services.merchants.merchants import resume_account, suspend_account
 from keyvault.services.tokens.service_tokens import revoke_service_token
 from tests.factories import grant, have_peppers, make_token, now
-from tests.faults.asking import Question, Reply, question
+from tests.faults.sender import Reply, VerifyRequest, make_request
 from tests.rotation import scene
 
 WARM_SECONDS = 0.25
-"""Time of frequent requests before an act, in seconds, so that every verifier has cached the verdict."""
+"""Time of frequent requests before a change, in seconds, so that every verifier has cached the verdict."""
 
 LOW = Limit(20, 1)
 LITTLE = 50
@@ -43,9 +43,9 @@ LITTLE = 50
 class Ban:
     """Responses that are wrong from `returned_at`, the return of the change, until `ended_at`, before it is undone.
 
-    `complete_at`: when its receipt was known to be complete. `is_told`: the generation counter notified the verifiers
-    of the writer's host. `name` None: all requests. `only`: the affected host; None: each. `bound_seconds` None:
-    MAX_STALENESS.
+    `complete_at`: when its receipt was known to be complete. `is_notified`: the generation counter notified the
+    verifiers of the writer's host. `name` None: all requests. `only`: the affected host; None: each. `bound_seconds`
+    None: MAX_STALENESS.
     """
 
     what: str
@@ -53,7 +53,7 @@ class Ban:
     returned_at: float
     sequence: int | None = None
     is_wrong: Callable[[Reply], bool] = lambda reply: reply.is_yes
-    is_told: bool = True
+    is_notified: bool = True
     only: str | None = None
     bound_seconds: float | None = None
     complete_at: float | None = None
@@ -63,47 +63,47 @@ class Ban:
 
 @dataclass(slots=True)
 class Target:
-    """A subject to change. `back` None: the change cannot be undone."""
+    """A subject to change. `undo` None: the change cannot be undone."""
 
     name: str
     subject: Subject
-    away: Callable[[], object]
-    back: Callable[[], object] | None = None
+    change: Callable[[], object]
+    undo: Callable[[], object] | None = None
     is_wrong: Callable[[Reply], bool] = lambda reply: reply.is_yes
     ban: Ban | None = None
 
 
 @dataclass(slots=True)
-class Cast:
+class Subjects:
     """The subjects of an experiment. `good` are never changed. `expiring` expires half an hour from now."""
 
-    questions: dict[str, Question]
+    requests: dict[str, VerifyRequest]
     good: list[str]
     expiring: str
     victims: list[Target]
     others: list[Target]
 
 
-def make_cast(victims: int, tokens: int) -> Cast:
+def make_subjects(victims: int, tokens: int) -> Subjects:
     have_peppers()
     token = make_token(P.KEYS_VERIFY, name="gateway")[1]
-    asked: dict[str, Question] = {}
+    requests: dict[str, VerifyRequest] = {}
     place = scene.account("steady")
     good = []
     for number in range(6):
         key, text = scene.issue(place, now(), label=f"good {number}")
-        asked[f"good{number}"] = question(f"good{number}", text, token)
+        requests[f"good{number}"] = make_request(f"good{number}", text, token)
         good.append(f"good{number}")
     _, ending = scene.issue(place, now() - timedelta(hours=23, minutes=30), label="expiring", expires_in_days=1)
-    asked["expiring"] = question("expiring", ending, token)
+    requests["expiring"] = make_request("expiring", ending, token)
     revoked, others = [], []
     for number in range(victims):
         key, text = scene.issue(scene.account(f"shop{number % 4}"), now(), label=f"victim {number}")
-        asked[key.key_id] = question(key.key_id, text, token)
+        requests[key.key_id] = make_request(key.key_id, text, token)
         revoked.append(Target(key.key_id, ("key", key.key_id), _revoking(key.key_id)))
     for number in range(4):
         key, text = scene.issue(place, now(), label=f"held {number}")
-        asked[key.key_id] = question(key.key_id, text, token)
+        requests[key.key_id] = make_request(key.key_id, text, token)
         others.append(
             Target(
                 key.key_id,
@@ -115,19 +115,19 @@ def make_cast(victims: int, tokens: int) -> Cast:
     _, steady = scene.issue(place, now(), label="of others")
     for number in range(tokens):
         row, text = make_token(P.KEYS_VERIFY, name=f"gateway {number}")
-        asked[row.token_id] = question(row.token_id, steady, text)
+        requests[row.token_id] = make_request(row.token_id, steady, text)
         others.append(Target(row.token_id, ("service_token", row.token_id), _revoking_token(row.token_id)))
-    for name, away, back, wrong in (
+    for name, forward, back, wrong in (
         ("halted", _halting(suspend_account), _halting(resume_account), lambda reply: reply.is_yes),
         ("narrow", _limiting(LOW), _limiting(None), lambda reply: reply.is_yes and (reply.remaining or 0) > LITTLE),
     ):
         _, text = scene.issue(scene.account(name), now(), label=name)
-        asked[name] = question(name, text, token)
-        act, undo = _at(name, away), _at(name, back)
-        others.append(Target(name, ("account", f"{name}/sandbox"), act, undo, wrong))
+        requests[name] = make_request(name, text, token)
+        change, undo = _at(name, forward), _at(name, back)
+        others.append(Target(name, ("account", f"{name}/sandbox"), change, undo, wrong))
     draft = EndpointDraft("faults.list", "GET", "/faults", frozenset({KeyKind.PRIVATE}))
     add_endpoint(grant(scene.admin(), P.CATALOG_WRITE), draft)
-    asked["faults.list"] = question("faults.list", steady, token, "faults.list")
+    requests["faults.list"] = make_request("faults.list", steady, token, "faults.list")
     others.append(
         Target(
             "faults.list",
@@ -136,23 +136,23 @@ def make_cast(victims: int, tokens: int) -> Cast:
             _with_endpoint(restore_endpoint),
         )
     )
-    return Cast(asked, good, "expiring", revoked, others)
+    return Subjects(requests, good, "expiring", revoked, others)
 
 
 def _revoking(key_id: str) -> Callable[[], object]:
-    def act() -> None:
+    def change() -> None:
         key = _key(key_id)
         revoke_key(grant(scene.admin(), P.KEYS_REVOKE, key.credential.account), key, RevocationReason.SUPERSEDED)
 
-    return act
+    return change
 
 
 def _with_key(service: Callable[..., object], permission: P, key_id: str) -> Callable[[], object]:
-    def act() -> None:
+    def change() -> None:
         key = _key(key_id)
         service(grant(scene.admin(), permission, key.credential.account), key)
 
-    return act
+    return change
 
 
 def _key(key_id: str) -> Key:
@@ -161,14 +161,14 @@ def _key(key_id: str) -> Key:
 
 
 def _revoking_token(token_id: str) -> Callable[[], object]:
-    def act() -> None:
+    def change() -> None:
         revoke_service_token(grant(scene.admin(), P.TOKENS_WRITE), ServiceToken.objects.get(pk=token_id))
 
-    return act
+    return change
 
 
-def _at(merchant_id: str, act: Callable[[Account], object]) -> Callable[[], object]:
-    return lambda: act(scene.account(merchant_id))
+def _at(merchant_id: str, change: Callable[[Account], object]) -> Callable[[], object]:
+    return lambda: change(scene.account(merchant_id))
 
 
 def _halting(service: Callable[..., object]) -> Callable[[Account], object]:
@@ -180,76 +180,76 @@ def _limiting(limit: Limit | None) -> Callable[[Account], object]:
 
 
 def _with_endpoint(service: Callable[..., object]) -> Callable[[], object]:
-    def act() -> None:
+    def change() -> None:
         service(grant(scene.admin(), P.CATALOG_WRITE), CatalogEndpoint.objects.get(name="faults.list"))
 
-    return act
+    return change
 
 
-# --- acts -----------------------------------------------------------------------------------------------
+# --- changes -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class Acts:
-    """Changes by several threads. `attend` is called with the name of the next subject.
+class SubjectChanges:
+    """Changes by several threads. `prefer` is called with the name of the next subject.
 
-    `when`: the current cut. `away`: the intervals in which a subject was changed. `doubtful`: names that are no longer
-    judged.
+    `when`: the current cut. `changed_during`: the intervals in which a subject was changed. `doubtful`: names that are
+    no longer judged.
     """
 
-    cast: Cast
-    attend: Callable[[str], None]
+    subjects: Subjects
+    prefer: Callable[[str], None]
     bans: list[Ban] = field(default_factory=list)
-    away: dict[str, list[list[float]]] = field(default_factory=dict)
+    changed_during: dict[str, list[list[float]]] = field(default_factory=dict)
     doubtful: set[str] = field(default_factory=set)
     when: str = ""
-    tells: bool = True
+    can_notify: bool = True
     """Whether the generation of the writer's host can be written."""
 
     count: int = 0
     lost: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def revoke(self, *, is_told: bool = True, by: Callable[[str], None] | None = None) -> Ban | None:
+    def revoke(self, *, is_notified: bool = True, by: Callable[[str], None] | None = None) -> Ban | None:
         """Revoke the next victim after every verifier has cached it; `by` revokes it in another process.
 
         Return None if the outcome is unknown.
         """
         with self._lock:
-            target = self.cast.victims.pop()
+            target = self.subjects.victims.pop()
         if by is not None:
-            target.away = lambda: by(target.name)
-        return self.take_away(target, is_told=is_told)
+            target.change = lambda: by(target.name)
+        return self.apply(target, is_notified=is_notified)
 
-    def take_away(self, target: Target, *, is_told: bool = True) -> Ban | None:
-        self.attend(target.name)
+    def apply(self, target: Target, *, is_notified: bool = True) -> Ban | None:
+        self.prefer(target.name)
         time.sleep(WARM_SECONDS)
-        self.away.setdefault(target.name, []).append([time.monotonic(), float("inf")])
-        told_before = self.tells
-        if not self._try(target, target.away):
+        self.changed_during.setdefault(target.name, []).append([time.monotonic(), float("inf")])
+        could_notify = self.can_notify
+        if not self._try(target, target.change):
             return None
         returned_at = time.monotonic()
         self.count += 1
-        is_told = is_told and told_before and self.tells
+        is_notified = is_notified and could_notify and self.can_notify
         what = f"{self.when}: {' '.join(target.subject)}"
-        ban = Ban(what, target.name, returned_at, None, target.is_wrong, is_told)
+        ban = Ban(what, target.name, returned_at, None, target.is_wrong, is_notified)
         with _trying():
             ban.sequence = _last_sequence(target.subject)
         target.ban = ban
         self.bans.append(ban)
         return ban
 
-    def give_back(self, target: Target) -> None:
+    def undo(self, target: Target) -> None:
         assert target.ban is not None
-        assert target.back is not None
+        assert target.undo is not None
         target.ban.ended_at, target.ban = time.monotonic(), None
-        if self._try(target, target.back):
+        if self._try(target, target.undo):
             self.count += 1
-            self.away[target.name][-1][1] = time.monotonic()
+            self.changed_during[target.name][-1][1] = time.monotonic()
 
-    def _try(self, target: Target, act: Callable[[], object]) -> bool:
+    def _try(self, target: Target, change: Callable[[], object]) -> bool:
         try:
-            act()
+            change()
         except (DatabaseError, InterfaceError):
             connections.close_all()
             self.lost += 1
@@ -258,30 +258,30 @@ class Acts:
         return True
 
 
-def act_at_random(acts: Acts, chance: random.Random, stop: threading.Event, pause_seconds: float) -> None:
+def change_at_random(changes: SubjectChanges, rng: random.Random, stop: threading.Event, pause_seconds: float) -> None:
     """Change subjects, and undo the changes that can be undone, until the experiment ends. Runs in its own thread."""
     try:
-        while not stop.wait(pause_seconds * 2 * chance.random()):
-            others = [each for each in acts.cast.others if each.name not in acts.doubtful]
-            target = chance.choice(others) if others and chance.random() < 0.6 else None
+        while not stop.wait(pause_seconds * 2 * rng.random()):
+            others = [each for each in changes.subjects.others if each.name not in changes.doubtful]
+            target = rng.choice(others) if others and rng.random() < 0.6 else None
             if target is None:
-                if acts.cast.victims:
-                    acts.revoke()
+                if changes.subjects.victims:
+                    changes.revoke()
             elif target.ban is not None:
-                acts.give_back(target)
+                changes.undo(target)
             else:
-                acts.take_away(target)
-            if target is not None and target.back is None:
-                acts.cast.others.remove(target)
+                changes.apply(target)
+            if target is not None and target.undo is None:
+                changes.subjects.others.remove(target)
     finally:
         connections.close_all()
 
 
-def watch_receipts(acts: Acts, stop: threading.Event) -> None:
+def watch_receipts(changes: SubjectChanges, stop: threading.Event) -> None:
     """Record when the receipt of each change is complete. Runs in its own thread."""
     try:
         while not stop.wait(0.015):
-            for ban in [each for each in acts.bans if each.complete_at is None and each.sequence is not None]:
+            for ban in [each for each in changes.bans if each.complete_at is None and each.sequence is not None]:
                 with _trying():
                     receipt = find_receipt(ban.sequence or 0)
                     if receipt is not None and receipt.is_complete:

@@ -1,6 +1,6 @@
 """One experiment in its own process, with its own servers, database and data folder, which it deletes afterwards.
 
-    python -m tests.faults.inside NAME SEED MINUTES RESULT
+    python -m tests.faults.experiment_process NAME SEED MINUTES RESULT
 
 It writes its counts to the file RESULT, and its progress to standard error.
 """
@@ -17,7 +17,7 @@ from keyvault.management.supervisor import StopRequestedError, stopping_on_signa
 from tests import environment
 from tests.faults import servers
 from tests.faults.catalog import EXPERIMENTS, Experiment
-from tests.faults.results import Asked, Result
+from tests.faults.results import Options, Result
 
 UNLIMITED = {"KEYVAULT_SANDBOX_LIMIT": "1000000/1", "KEYVAULT_PRODUCTION_LIMIT": "1000000/1"}
 """Limits so high that none refuses a request."""
@@ -28,11 +28,11 @@ def main(name: str, seed: str, minutes: str, result: str) -> int:
     try:
         with stopping_on_signals(), ExitStack() as stack:
             names = sorted(experiment.servers - servers.STARTED_BY_THEMSELVES)
-            lent = {name: stack.enter_context(servers.running(name)) for name in names}
-            folder = _lay(experiment, lent)
+            started = {name: stack.enter_context(servers.running(name)) for name in names}
+            folder = _prepare_environment(experiment, started)
             _set_up()
-            asked = Asked(folder, int(seed), float(minutes), experiment.choice, lent)
-            done: Result = importlib.import_module(f"tests.faults.{experiment.module}").run(asked)
+            options = Options(folder, int(seed), float(minutes), experiment.choice, started)
+            done: Result = importlib.import_module(f"tests.faults.{experiment.module}").run(options)
             done.write(Path(result))
             _close_connections()
     except StopRequestedError as stop:
@@ -40,17 +40,17 @@ def main(name: str, seed: str, minutes: str, result: str) -> int:
     return 0
 
 
-def _lay(experiment: Experiment, lent: dict[str, servers.Restartable]) -> Path:
+def _prepare_environment(experiment: Experiment, started: dict[str, servers.Restartable]) -> Path:
     """Set the environment of this process and of all that it starts."""
     os.environ[environment.DATABASE] = experiment.database
-    if "postgres" in lent:
-        servers.make_database(lent["postgres"].url)
-        os.environ[environment.POSTGRES_URL] = lent["postgres"].url
+    if "postgres" in started:
+        servers.make_database(started["postgres"].url)
+        os.environ[environment.POSTGRES_URL] = started["postgres"].url
     place = environment.lay()
     os.environ.update(UNLIMITED)
     for broker in ("redis", "rabbitmq"):
-        if broker in lent:
-            os.environ["KEYVAULT_BROKER_URL"] = lent[broker].url
+        if broker in started:
+            os.environ["KEYVAULT_BROKER_URL"] = started[broker].url
     return place.data_dir
 
 

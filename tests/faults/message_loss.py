@@ -25,7 +25,7 @@ def lose_messages() -> None:
     seed = os.environ.get(SEED)
     if seed is None:
         return
-    chance = random.Random(f"{seed} {os.getpid()}")  # noqa: S311  a test's own dice
+    rng = random.Random(f"{seed} {os.getpid()}")  # noqa: S311  not for secrets
     tally = Path(os.environ[TALLY])
     amqp: Any = app.amqp
     send = amqp.send_task_message
@@ -35,7 +35,7 @@ def lose_messages() -> None:
     def sent(producer: Any, name: str, message: Any, **options: Any) -> Any:
         with turn:
             if not drawn:
-                drawn.extend(chance.sample(FATES, len(FATES)))
+                drawn.extend(rng.sample(FATES, len(FATES)))
             times = drawn.pop()
         with tally.open("ab", buffering=0) as file:
             file.write(json.dumps({"task": name, "times": times}).encode() + b"\n")

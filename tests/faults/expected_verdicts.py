@@ -20,28 +20,28 @@ from rotation.models import Rotation
 from tests.faults.results import Result
 from tests.faults.traffic import Answer, Merchant
 
-_TAKES_AWAY = frozenset({"key.suspended", "key.revoked", "key.compromised", "key.burned", "key.expired"})
-_TAKES_FOR_GOOD = frozenset({"key.revoked", "key.compromised"})
-_GIVES_BACK = "key.resumed"
+_MAKES_UNUSABLE = frozenset({"key.suspended", "key.revoked", "key.compromised", "key.burned", "key.expired"})
+_REVOKES = frozenset({"key.revoked", "key.compromised"})
+_RESUMES = "key.resumed"
 _COMMITTED_WITHIN_SECONDS = 20
 """Maximum time from an entry's time, taken before its transaction, to the commit, in seconds: the database's own
 timeout."""
 
-_TROUBLE = re.compile(r"Traceback \(most recent call last\)|\"level\": \"(?:ERROR|CRITICAL)\"")
+_ERROR = re.compile(r"Traceback \(most recent call last\)|\"level\": \"(?:ERROR|CRITICAL)\"")
 _LOST = '"message": "a process no longer reports"'
 
 
 @dataclass(slots=True)
-class Way:
+class KeyHistory:
     """The times at which a key became unusable, and until when it may not have been restored.
 
-    `surely_at`: when it certainly was unusable, permanently. `by_hand_at`: when a person revoked it.
+    `revoked_by`: when it certainly was unusable, permanently. `revoked_by_hand_at`: when a person revoked it.
     """
 
-    away_from: list[float] = field(default_factory=list)
-    back_at: list[float] = field(default_factory=list)
-    surely_at: float | None = None
-    by_hand_at: float | None = None
+    unusable_from: list[float] = field(default_factory=list)
+    usable_from: list[float] = field(default_factory=list)
+    revoked_by: float | None = None
+    revoked_by_hand_at: float | None = None
 
     def may_refuse(self, answer: Answer) -> bool:
         """Return whether the refusal is right.
@@ -51,12 +51,12 @@ class Way:
         response.
         """
         if not answer.is_dry:
-            return self.by_hand_at is not None and answer.answered_at >= self.by_hand_at
-        spans = zip(self.away_from, [*self.back_at, float("inf")], strict=False)
+            return self.revoked_by_hand_at is not None and answer.answered_at >= self.revoked_by_hand_at
+        spans = zip(self.unusable_from, [*self.usable_from, float("inf")], strict=False)
         return any(answer.answered_at >= begun and answer.sent_at <= ended for begun, ended in spans)
 
     def may_allow(self, answer: Answer) -> bool:
-        return self.surely_at is None or answer.sent_at <= self.surely_at
+        return self.revoked_by is None or answer.sent_at <= self.revoked_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +76,22 @@ class Verdicts:
 
 def judge(answers: Sequence[Answer]) -> Verdicts:
     """Judge every response. Those without a verdict are listed separately: the experiment may allow them."""
-    ways = read_ways()
+    histories = read_histories()
     by_hand, dry, wrong_no, wrong_yes, unanswered = 0, 0, [], [], []
     for each in answers:
-        way = ways[each.key_id]
+        history = histories[each.key_id]
         if each.status in {0, 500, 502, 503, 504}:
             unanswered.append(each)
         elif each.is_yes:
-            if not way.may_allow(each):
-                wrong_yes.append(f"{_who(each)}: allowed {each.sent_at - (way.surely_at or 0):.3f} s after its end")
-        elif way.may_refuse(each):
+            if not history.may_allow(each):
+                wrong_yes.append(
+                    f"{_who(each)}: allowed {each.sent_at - (history.revoked_by or 0):.3f} s after its end"
+                )
+        elif history.may_refuse(each):
             dry += each.is_dry
             by_hand += not each.is_dry
         else:
-            wrong_no.append(f"{_who(each)}: {each.status} {each.code}, {_tell_away(way, each)}")
+            wrong_no.append(f"{_who(each)}: {each.status} {each.code}, {_describe_loss(history, each)}")
     return Verdicts(len(answers), by_hand, dry, tuple(wrong_no), tuple(wrong_yes), tuple(unanswered))
 
 
@@ -98,7 +100,7 @@ def judge_traffic(result: Result, answers: Sequence[Answer], outages: Sequence[t
     verdicts = judge(answers)
     result.counts |= {
         "requests": verdicts.requests,
-        "refused after a person's act": verdicts.refused_by_hand,
+        "refused after a person's change": verdicts.refused_by_hand,
         "dry runs refused": verdicts.refused_dry,
     }
     excused = [each for each in verdicts.unanswered if each.status == 503 and _is_within(each, outages)]
@@ -124,25 +126,25 @@ def judge_end(result: Result, merchants: Sequence[Merchant]) -> None:
     result.must_be_none("broken audit", find_broken_audit())
 
 
-def read_ways() -> defaultdict[str, Way]:
+def read_histories() -> defaultdict[str, KeyHistory]:
     """Return the times by key id. A key without an entry in the log was always usable."""
-    ways: defaultdict[str, Way] = defaultdict(Way)
+    histories: defaultdict[str, KeyHistory] = defaultdict(KeyHistory)
     turns = _turns_of_keys()
-    for row, details in read_audit(event__in=[*_TAKES_AWAY, _GIVES_BACK]):
+    for row, details in read_audit(event__in=[*_MAKES_UNUSABLE, _RESUMES]):
         at, key_id = row.at.timestamp(), details["key_id"]
-        way = ways[key_id]
+        history = histories[key_id]
         # An entry's time is taken before its transaction. The next step of its rotation begins after the commit.
         committed_at = min([at + _COMMITTED_WITHIN_SECONDS, *(turn for turn in turns[key_id] if turn > at)])
-        if row.event == _GIVES_BACK:
-            way.back_at.append(committed_at)
-            way.surely_at = None
+        if row.event == _RESUMES:
+            history.usable_from.append(committed_at)
+            history.revoked_by = None
             continue
-        if len(way.away_from) == len(way.back_at):
-            way.away_from.append(at)
-            way.surely_at = committed_at
-        if row.event in _TAKES_FOR_GOOD and row.actor != WORKER.actor:
-            way.by_hand_at = min(at, way.by_hand_at or at)
-    return ways
+        if len(history.unusable_from) == len(history.usable_from):
+            history.unusable_from.append(at)
+            history.revoked_by = committed_at
+        if row.event in _REVOKES and row.actor != WORKER.actor:
+            history.revoked_by_hand_at = min(at, history.revoked_by_hand_at or at)
+    return histories
 
 
 def _turns_of_keys() -> defaultdict[str, list[float]]:
@@ -168,9 +170,9 @@ def _who(answer: Answer) -> str:
     return f"{at:%H:%M:%S.%f} {'dry run' if answer.is_dry else 'request'} with {answer.key_id}"
 
 
-def _tell_away(way: Way, answer: Answer) -> str:
+def _describe_loss(history: KeyHistory, answer: Answer) -> str:
     """Describe how long the key had been unusable, or that nothing had made it so."""
-    begun = [at for at in way.away_from if at <= answer.answered_at]
+    begun = [at for at in history.unusable_from if at <= answer.answered_at]
     return f"{answer.sent_at - begun[-1]:+.3f} s after the engine took it" if begun else "and nothing had taken it away"
 
 
@@ -193,11 +195,11 @@ def find_keyless(merchants: Sequence[Merchant]) -> list[str]:
         if not 1 <= len(active) <= 2:
             found.append(f"{credential.credential_id}: {len(active)} keys verify")
         if stored is None or stored.labels["key_id"] not in active:
-            found.append(f"{credential.credential_id}: {_tell_read(credential, stored)}")
+            found.append(f"{credential.credential_id}: {_describe_read(credential, stored)}")
     return found
 
 
-def _tell_read(credential: Credential, stored: StoredSecret | None) -> str:
+def _describe_read(credential: Credential, stored: StoredSecret | None) -> str:
     """Describe what the merchant reads, the state of its keys, and its latest rotation."""
     keys = [
         f"{key.key_id} {key.state}" for key in Key.objects.filter(credential=credential).order_by("-created_at")[:3]
@@ -237,7 +239,7 @@ def judge_logs(
 def find_errors(log: Path, outages: Sequence[tuple[float, float]] = ()) -> list[str]:
     """Return the log lines of unexpected errors."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return [f"{log.name}: {line[:500]}" for line in lines if _TROUBLE.search(line) and not _is_of(line, outages)]
+    return [f"{log.name}: {line[:500]}" for line in lines if _ERROR.search(line) and not _is_of(line, outages)]
 
 
 def _is_of(line: str, outages: Sequence[tuple[float, float]]) -> bool:

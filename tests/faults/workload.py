@@ -31,45 +31,45 @@ ROLLED_BACK_EACH = 4
 """One in this many of the other rotations is rolled back once its replacement is delivered."""
 
 LEAK_SHARE = 0.04
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 
-class Journeys:
-    """Begins a rotation, proved by traffic and with the shortest periods, wherever none is open. Call `tend` often."""
+class Workload:
+    """Begins a rotation, proved by traffic and with the shortest periods, wherever none is open. Call `poll` often."""
 
     def __init__(self, merchants: Sequence[Merchant], seed: int) -> None:
         self.ordinary, self._leaked = list(merchants[:-LEAKED]), list(merchants[-LEAKED:])
-        self._chance = random.Random(seed)  # noqa: S311  a test's own dice
-        self._goes_on = True
-        self._looked_at = 0.0
+        self._rng = random.Random(seed)  # noqa: S311  not for secrets
+        self._is_running = True
+        self._polled_at = 0.0
         self._counts: Counter[str] = Counter()
 
-    def tend(self) -> None:
-        if time.monotonic() - self._looked_at < LOOK_SECONDS:
+    def poll(self) -> None:
+        if time.monotonic() - self._polled_at < POLL_SECONDS:
             return
         still_open = {rotation.credential_id: rotation for rotation in Rotation.objects.exclude(state__in=CLOSED)}
         for number, merchant in enumerate(self.ordinary):
             rotation = still_open.get(merchant.credential.pk)
-            if rotation is None and self._goes_on:
+            if rotation is None and self._is_running:
                 rotate(merchant)
             elif rotation is not None and number % ROLLED_BACK_EACH == 0:
                 self._roll_back(rotation)
         for merchant in self._leaked:
             self._leak(merchant, still_open.get(merchant.credential.pk))
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
 
     def end(self) -> None:
         """Begin nothing new, and replace the keys that were revoked by hand."""
-        self._goes_on = False
+        self._is_running = False
 
-    def until_over(self, seconds: float, tend: Callable[[], None]) -> None:
+    def until_over(self, seconds: float, poll: Callable[[], None]) -> None:
         """Raises GaveUpError."""
 
-        def go_on() -> None:
-            tend()
-            self.tend()
+        def poll_all() -> None:
+            poll()
+            self.poll()
 
-        until("every rotation to be over", self._is_over, seconds, go_on)
+        until("every rotation to be over", self._is_over, seconds, poll_all)
 
     def _is_over(self) -> bool:
         keyed = set(Key.objects.filter(state=KeyState.ACTIVE).values_list("credential_id", flat=True))
@@ -99,15 +99,15 @@ class Journeys:
             if not active and rotation is None:
                 reissue_key(authorize(scene.tam(), P.ROTATIONS_WRITE, credential.account, now=now), credential, "leak")
                 self._counts["reissued"] += 1
-            elif active and self._goes_on and self._chance.random() < LEAK_SHARE:
+            elif active and self._is_running and self._rng.random() < LEAK_SHARE:
                 responder = the_operator("responder", Role.INCIDENT_RESPONDER)
                 grant = authorize(responder, P.KEYS_REPORT_COMPROMISE, credential.account, now=now)
-                respond_to_compromise(grant, self._chance.choice(active), reason="an experiment", replace=True)
+                respond_to_compromise(grant, self._rng.choice(active), reason="an experiment", replace=True)
                 self._counts["keys compromised"] += 1
-            elif active and rotation is None and self._goes_on:
+            elif active and rotation is None and self._is_running:
                 rotate(merchant)
         except KeyvaultError:
-            self._counts["acts refused"] += 1  # a worker was faster
+            self._counts["changes refused"] += 1  # a worker was faster
 
 
 def rotate(merchant: Merchant) -> None:
