@@ -49,12 +49,14 @@ from keyvault.admin.framework.enforcement import grant_for, operator_of
 from keyvault.admin.framework.menu import ENTRIES, ConsolePage, Section, build_menu, page_route
 from keyvault.admin.framework.middleware import ViewT, open_before_sign_in
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.pages import page, problem_page
+from keyvault.admin.framework.overview import FindPart
+from keyvault.admin.framework.pages import live_page, page, problem_page
 from keyvault.admin.framework.shown_environment import choose_environment, environment_of
 from keyvault.admin.framework.sign_in import SignInView, find_next, second_factor_url
 from keyvault.admin.keys.credentials import CredentialAdmin
 from keyvault.admin.keys.issuance import IssuanceRequestAdmin
 from keyvault.admin.keys.keys import KeyAdmin
+from keyvault.admin.keys.overview import REFRESH_SECONDS, overview_context
 from keyvault.admin.keys.peppers import PepperVersionAdmin
 from keyvault.admin.keys.service_tokens import ServiceTokenAdmin
 from keyvault.admin.merchants.merchants import AccountAdmin, MerchantAdmin
@@ -150,6 +152,7 @@ class ConsoleSite(AdminSite):
     def __init__(self, name: str = "admin") -> None:
         super().__init__(name)
         self._pages: list[ConsolePage] = []
+        self._overview_parts: list[FindPart] = []
         for model, model_admin in MODEL_ADMINS:
             self.register(model, model_admin)
 
@@ -194,6 +197,10 @@ class ConsoleSite(AdminSite):
         if console_page.menu and console_page.menu not in ENTRIES:
             raise ImproperlyConfigured(f"{console_page.name}: the menu has no entry {console_page.menu!r}")
         self._pages.append(console_page)
+
+    def add_overview_part(self, find: FindPart) -> None:
+        """Add another app's numbers and card to the overview."""
+        self._overview_parts.append(find)
 
     # --- access -------------------------------------------------------------------------------------------
 
@@ -311,14 +318,20 @@ class ConsoleSite(AdminSite):
     # --- the front page and the frame ---------------------------------------------------------------------
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
-        context = {
+        context: dict[str, Any] = {
             "title": self.index_title,
             "create_links": [
                 link for model_admin in self._model_admins() for link in model_admin.create_links(request)
             ],
             **attention_context(request, self._attention(request, is_complete=True)),
+            **overview_context(request),
         }
-        return page(self, request, "index", context)
+        parts = [part for find in self._overview_parts if (part := find(request)) is not None]
+        for part in parts:
+            context |= part.context or {}
+        context["cards"] = [part.card for part in parts if part.card]
+        context["tiles"] = [*context.get("tiles", ()), *(tile for part in parts for tile in part.tiles)]
+        return live_page(self, request, "index", context, seconds=REFRESH_SECONDS)
 
     def _attention(self, request: HttpRequest, *, is_complete: bool = False) -> Found:
         """Return what needs attention, read once per request; without `is_complete` only what the operator can do."""

@@ -166,6 +166,7 @@ def attention_context(request: HttpRequest, found: Found) -> dict[str, Any]:
         "attention_lines": [
             (item, line) for item in items if item.tone in URGENT_TONES for line in item.lines[:_MAX_SHOWN_PER_ITEM]
         ][:_MAX_SHOWN],
+        "waiting_items": [item for item in items if item.tone not in URGENT_TONES and item.lines],
         "attention_count": sum(item.count for item in items if item.tone in URGENT_TONES),
         "empty_items": [item for item in items if not item.count],
     }
