@@ -125,6 +125,7 @@ BLOCKED_FILTER = state_filter(
 class RotationAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     menu, singular, plural = "Rotations", "Rotation", "Rotations"
+    id_pattern = r"rot_[0-9A-Za-z]{20}"
     account_lookup = "account"
     environment_lookup = "account_environment"
     create_actions = (REQUEST,)
