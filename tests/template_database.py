@@ -22,7 +22,7 @@ MOST_KEPT = 4
 
 
 def copy_sqlite_template(to: Path) -> None:
-    """Make `to` a SQLite file that `migrate` has migrated."""
+    """Make `to` a SQLite file that `migrate` has migrated, readable by its owner only."""
     KEPT.mkdir(parents=True, exist_ok=True)
     template = KEPT / f"{_digest()}.sqlite3"
     with open(KEPT / "lock", "w") as lock:
@@ -36,7 +36,13 @@ def copy_sqlite_template(to: Path) -> None:
         os.utime(template)
         for old in sorted(KEPT.glob("*.sqlite3"), key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
             old.unlink()
-        shutil.copyfile(template, to)
+        shutil.copy(template, to)
+
+
+def make_migrated_data_folder(folder: Path) -> None:
+    """Make a data folder with a migrated SQLite file, in which `manage.py setup` needs a second."""
+    folder.mkdir(mode=0o700, parents=True)
+    copy_sqlite_template(folder / "keyvault.sqlite3")
 
 
 def name_of_postgres_template(place: Place) -> str:
