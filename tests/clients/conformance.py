@@ -188,6 +188,13 @@ def undecided() -> list[Json]:
         _undecided("a refused service token", _problem_reply(token)),
         _undecided("a service token without the permission", _problem_reply(permission)),
         _undecided("a service at capacity", _problem_reply(busy), retry_after="7"),
+        *(
+            _undecided(
+                f"a request that the service cannot judge: {code}", _problem_reply(problem(code, "No.", REQUEST_ID))
+            )
+            | {"expect": UNREADABLE}
+            for code in (Code.REQUEST_INVALID, Code.PAYLOAD_TOO_LARGE)
+        ),
         _undecided("a redirect", {"status": 307, "headers": {"Location": "{other}/v1/keys/verify"}, "text": ""}),
         _undecided("no connection", {"fault": "refuse"}),
         _undecided("a connection that ends without a reply", {"fault": "cut"}),
@@ -199,6 +206,16 @@ def undecided() -> list[Json]:
             deadline_seconds=0.3,
         ),
     ]
+
+
+UNREADABLE: Json = {
+    "allowed": False,
+    "status": 400,
+    "headers": {"Content-Type": CONTENT_TYPE, "Cache-Control": "no-store"},
+    "absent_headers": ["WWW-Authenticate", "Retry-After"],
+    "problem": {"type": "urn:keyvault:problem:request_invalid", "status": 400, "code": "request_invalid"},
+}
+"""The client sent a method, a path or a header that cannot be part of a question."""
 
 
 def _problem_reply(found: Any) -> Json:
