@@ -396,7 +396,7 @@ def requests() -> list[Json]:
             "ten successes earn one retry",
             _call(_status(503), CREATED, expect=created),
             _call(_refusal(Code.RATE_LIMITED), expect=limited),
-            *[_call(CREATED, expect=created)] * 9,
+            *[_call(CREATED, expect=created)] * 10,
             _call(_status(503), CREATED, expect=created),
             retry_budget=1,
         ),
