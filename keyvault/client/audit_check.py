@@ -6,7 +6,7 @@
 Requires Python, the package `cryptography`, and the folders keyvault/domain and keyvault/client; no Django, no
 database, no network.
 
-- `keys.json`: the output of `manage.py audit_public_key`. Auditors with a Vault login compare it with the Vault's own
+- `keys.json`: the output of `manage.py show_audit_keys`. Auditors with a Vault login compare it with the Vault's own
   copy (`bao read <prefix>-anchor-<scope>/keys/audit`).
 - `kept.jsonl`: checkpoints of earlier exports. To add some, run `manage.py export_audit --newest >> kept.jsonl`
   regularly.
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("export", type=Path, help="file written by manage.py export_audit")
     parser.add_argument(
-        "--public-key", type=Path, required=True, help="file with the output of manage.py audit_public_key"
+        "--public-key", type=Path, required=True, help="file with the output of manage.py show_audit_keys"
     )
     parser.add_argument("--kept", type=Path, help="checkpoints of earlier exports")
     parser.add_argument("--partial", action="store_true", help="accept an export made with --scope or --since")

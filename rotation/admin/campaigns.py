@@ -165,7 +165,7 @@ def _is_undecided(row: Campaign) -> bool:
 @admin.register(Campaign)
 class CampaignAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
-    section, singular, plural = "Keys", "Campaign", "Campaigns"
+    menu, singular, plural = "Campaigns", "Campaign", "Campaigns"
     create_actions = (
         CreateAction(
             "request",

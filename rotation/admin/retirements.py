@@ -55,7 +55,7 @@ def _state(retirement: Retirement) -> str:
 @admin.register(Retirement)
 class RetirementAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
-    section, singular, plural = "Keys", "Retirement", "Retirements"
+    menu, singular, plural = "Rotations", "Retirement", "Retirements"
     account_lookup = "rotation__account"
     row_actions = (
         RowAction(

@@ -124,7 +124,7 @@ BLOCKED_FILTER = state_filter(
 @admin.register(Rotation)
 class RotationAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
-    section, singular, plural = "Keys", "Rotation", "Rotations"
+    menu, singular, plural = "Rotations", "Rotation", "Rotations"
     account_lookup = "account"
     environment_lookup = "account_environment"
     create_actions = (REQUEST,)

@@ -108,7 +108,7 @@ def approval_state(row: StandingApproval) -> str:
 @admin.register(StandingApproval)
 class StandingApprovalAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
-    section, singular, plural = "Keys", "Standing approval", "Standing approvals"
+    menu, singular, plural = "Schedules", "Standing approval", "Standing approvals"
     row_actions = (
         approve_action(
             P.ROTATIONS_APPROVE,

@@ -127,7 +127,7 @@ def test_site_refusal_names_the_missing_permission(desk: Desk) -> None:
 def test_site_unknown_address_is_a_page_and_no_fault(desk: Desk, path: str) -> None:
     answer = browser(desk.admin).get(f"/admin/{path}")
     assert answer.status_code in {400, 404}
-    assert "Go to the front page" in text_of(answer)
+    assert "Go to the overview" in text_of(answer)
 
 
 def test_site_refusal_by_the_database_is_a_conflict_and_no_fault(desk: Desk) -> None:
@@ -213,10 +213,11 @@ def test_site_list_of_keys_is_not_sorted_by_a_column_of_the_query_string(desk: D
 
 
 def test_site_side_bar_lists_what_the_role_may_see(desk: Desk) -> None:
-    text = text_of(browser(desk.approver).get("/admin/"))
-    assert "Break-glass actions" in text
+    client = browser(desk.approver)
+    text = text_of(client.get("/admin/"))
+    assert "Audit log" in text
     assert "Service tokens" not in text
-    assert "Recent actions" not in text
+    assert "Break-glass actions" in text_of(client.get(address("keyvault_auditentry_changelist")))
 
 
 def test_site_filters_list_no_values_of_rows() -> None:

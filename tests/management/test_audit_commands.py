@@ -70,7 +70,7 @@ def files(signed: None, tmp_path: Path) -> tuple[str, str, str]:
     """Return an export, the public keys, and checkpoints kept outside the host."""
     return (
         saved(tmp_path, "log.jsonl", "export_audit"),
-        saved(tmp_path, "keys.json", "audit_public_key"),
+        saved(tmp_path, "keys.json", "show_audit_keys"),
         saved(tmp_path, "kept.jsonl", "export_audit", "--newest"),
     )
 
@@ -201,7 +201,7 @@ def test_audit_check_without_usable_files_is_refused(files: tuple[str, str, str]
     export, keys, kept = files
     assert check(export).returncode == 2
     assert check(str(tmp_path / "none"), "--public-key", keys).returncode == 2
-    assert "not the output of manage.py audit_public_key" in check(export, "--public-key", export).stderr
+    assert "not the output of manage.py show_audit_keys" in check(export, "--public-key", export).stderr
     forged = Path(kept).read_text().replace('"key_version": 1', '"key_version": 2')
     Path(kept).write_text(forged)
     assert "there is no public key of local (version 2)" in check(export, "--public-key", keys, "--kept", kept).stderr
@@ -259,15 +259,15 @@ def test_export_audit_selects_scopes_and_start(signed: None) -> None:
         call_command("export_audit", "--since", "yesterday")
 
 
-def test_audit_public_key_before_the_first_signature_is_refused(db: None, tmp_path: Path) -> None:
+def test_show_audit_keys_before_the_first_signature_is_refused(db: None, tmp_path: Path) -> None:
     """An auditor never receives a file without keys."""
     with own_keystore(tmp_path), pytest.raises(CommandError, match="there is no public key yet"):
-        call_command("audit_public_key")
+        call_command("show_audit_keys")
 
 
 @pytest.mark.sqlite
-def test_audit_public_key_in_both_formats_is_the_same_key(signed: None) -> None:
-    assert json.loads(printed("audit_public_key")) == json.loads(printed("audit_public_key", "--json"))
+def test_show_audit_keys_in_both_formats_is_the_same_key(signed: None) -> None:
+    assert json.loads(printed("show_audit_keys")) == json.loads(printed("show_audit_keys", "--json"))
 
 
 # --- a restored backup -----------------------------------------------------------------------------------------

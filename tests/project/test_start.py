@@ -213,7 +213,7 @@ def test_start_after_setup_works(folder: Path) -> None:
         ({"KEYVAULT_ORIGIN": "http://keys.example.com"}, "https"),
         ({"KEYVAULT_PRODUCTION_APPROVALS": "0"}, "1 or more"),
         ({"KEYVAULT_DATABSE_URL": "x"}, "unknown setting"),
-        ({"KEYVAULT_KEY_PREFIX": "Bad_Brand"}, "a-z"),
+        ({"KEYVAULT_KEY_PREFIX": "Bad_Prefix"}, "a-z"),
         ({"KEYVAULT_MASTER_KEY": "short"}, "32 bytes"),
         ({"KEYVAULT_BACKEND": "both"}, "one of local, vault"),
         ({"KEYVAULT_BACKEND": "vault"}, "VAULT_ADDR"),

@@ -131,7 +131,7 @@ def _explain_collection(request: IssuanceRequest) -> str:
 
 class IssuanceRequestAdmin(ConsoleModelAdmin):
     view_permissions = (P.ISSUANCE_READ,)
-    section, singular, plural = "Keys", "Issuance request", "Issuance requests"
+    menu, singular, plural = "Approvals", "Issuance request", "Issuance requests"
     account_lookup = "account"
     environment_lookup = "account_environment"
     create_actions = (

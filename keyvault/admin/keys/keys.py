@@ -121,7 +121,7 @@ def _explain_revocation(key: Key) -> str:
 
 class KeyAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
-    section, singular, plural = "Keys", "Key", "Keys"
+    menu, singular, plural = "Credentials", "Key", "Keys"
     account_lookup = "credential__account"
     environment_lookup = "account_environment"
     secret_views = (

@@ -68,7 +68,8 @@ def _explain(change: OperatorChange) -> str:
 
 class OperatorChangeAdmin(ConsoleModelAdmin):
     view_permissions = (P.OPERATORS_READ,)
-    section, singular, plural = "Access", "Operator change", "Operator changes"
+    menu, singular, plural = "Operators", "Operator change", "Operator changes"
+    has_environments = False
     row_actions = (
         approve_action(
             P.OPERATORS_APPROVE,

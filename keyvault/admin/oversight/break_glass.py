@@ -76,7 +76,7 @@ def _state(action: BreakGlass) -> str:
 
 class BreakGlassAdmin(ConsoleModelAdmin):
     view_permissions = (P.BREAK_GLASS_REVIEW, P.AUDIT_READ)
-    section, singular, plural = "Oversight", "Break-glass action", "Break-glass actions"
+    menu, singular, plural = "Audit log", "Break-glass action", "Break-glass actions"
     account_lookup = "account"
     row_actions = (
         RowAction(

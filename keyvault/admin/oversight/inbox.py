@@ -74,7 +74,7 @@ def _state(notice: Notice) -> str:
 
 class NoticeAdmin(ConsoleModelAdmin):
     view_permissions = (P.NOTICES_READ,)
-    section, singular, plural = "Oversight", "Notice", "Inbox"
+    menu, singular, plural = "Incidents", "Notice", "Inbox"
     account_lookup = "account"
     environment_lookup = "account_environment"
     create_actions = (
