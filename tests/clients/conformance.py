@@ -135,7 +135,7 @@ def _decided(name: str, method: str, path: str, *headers: Header, is_exhausted: 
 def _answered(
     name: str, body: Json, method: str = "POST", path: str = ORDERS, headers: tuple[Header, ...] = (KEY,)
 ) -> Json:
-    expect: Json = {"allowed": body["allowed"], "headers": body["headers"]}
+    expect: Json = {"allowed": body["allowed"], "headers": dict(body["headers"])}
     if body["allowed"]:
         members = ("key_id", "credential_id", "kind", "merchant_id", "environment", "customer_id")
         expect["identity"] = {member: body[member] for member in members}

@@ -69,7 +69,7 @@ class StoredSources:
     """The sources of a judgement, with an account limit that is exhausted on request."""
 
     is_exhausted: bool = False
-    brand: str = "kv"
+    key_prefix: str = "kv"
     base_urls: dict[Environment, str] = field(default_factory=lambda: BASE_URLS)
 
     def peppers(self, environment: Environment) -> Peppers:
