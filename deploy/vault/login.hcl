@@ -1,4 +1,4 @@
-# What every login may do with its own token and secret id. vault_bootstrap prepends it to the policy of each role,
+# What every login may do with its own token and secret id. bootstrap_vault prepends it to the policy of each role,
 # since the tokens do not have Vault's "default" policy, and fills in PREFIX, ROLE and SCOPE. To do so by hand:
 #   cat login.hcl issuer.hcl | sed -e s/PREFIX/keyvault/g -e s/ROLE/issuer/g -e s/SCOPE/sandbox/g
 
@@ -12,17 +12,17 @@ path "auth/token/lookup-self" {
   capabilities = ["read"]
 }
 
-# vault_doctor revokes its own token when it ends.
+# check_vault revokes its own token when it ends.
 path "auth/token/revoke-self" {
   capabilities = ["update"]
 }
 
-# vault_doctor compares the token's capabilities with the expected ones.
+# check_vault compares the token's capabilities with the expected ones.
 path "sys/capabilities-self" {
   capabilities = ["update"]
 }
 
-# vault_doctor reports when a secret id expires. The look-up requires the secret id itself.
+# check_vault reports when a secret id expires. The look-up requires the secret id itself.
 path "auth/approle/role/PREFIX-ROLE-SCOPE/secret-id/lookup" {
   capabilities = ["update"]
 }

@@ -9,7 +9,7 @@ path "PREFIX-peppers-SCOPE/metadata/hmac" {
   capabilities = ["read"]
 }
 
-# vault_doctor checks the configuration of the mount.
+# check_vault checks the configuration of the mount.
 path "PREFIX-peppers-SCOPE/config" {
   capabilities = ["read"]
 }
@@ -33,7 +33,7 @@ path "PREFIX-evidence-SCOPE/data/revocations/*" {
   capabilities = ["read"]
 }
 
-# vault_doctor checks the configuration of the mount.
+# check_vault checks the configuration of the mount.
 path "PREFIX-evidence-SCOPE/config" {
   capabilities = ["read"]
 }

@@ -10,7 +10,7 @@ path "PREFIX-keys-SCOPE/metadata/*" {
   capabilities = ["read"]
 }
 
-# vault_doctor checks the configuration of the mount.
+# check_vault checks the configuration of the mount.
 path "PREFIX-keys-SCOPE/config" {
   capabilities = ["read"]
 }

@@ -62,9 +62,9 @@ def find_customer_id_fault(text: str) -> str | None:
     return None
 
 
-def read_customer_token(presented: str, *, environment: Environment, brand: str) -> KeyString | CustomerFault:
+def read_customer_token(presented: str, *, environment: Environment, key_prefix: str) -> KeyString | CustomerFault:
     """Parse a presented token. Returns INVALID for anything but a customer access token of this environment."""
-    keystring = parse_keystring(presented, brand)
+    keystring = parse_keystring(presented, key_prefix)
     if (
         keystring is None
         or keystring.kind is not StringKind.CUSTOMER_TOKEN

@@ -84,7 +84,7 @@ class Judgement:
 class Sources(Protocol):
     """An entry point's data access for a judgement. An exception that it raises aborts the judgement."""
 
-    brand: str
+    key_prefix: str
     base_urls: Mapping[Environment, str]
 
     def peppers(self, environment: Environment) -> Peppers:
@@ -127,7 +127,7 @@ def judge(presented: VerificationRequest, sources: Sources, now: datetime) -> Ju
         # A request without a credential learns that the endpoint does not exist.
         return before_proof(deny_unmatched(presented.endpoint, None))
     keystring = read_key(
-        presented.key, environment=presented.environment, brand=sources.brand, base_urls=sources.base_urls
+        presented.key, environment=presented.environment, key_prefix=sources.key_prefix, base_urls=sources.base_urls
     )
     if isinstance(keystring, Denial):
         return _deny_unproved(keystring, presented, sources)
@@ -216,7 +216,7 @@ def _judge_bearer(
     """Judge the Bearer. Returns None without a look-up if there is no Bearer or the endpoint takes none."""
     if presented.bearer is None or not _takes_bearer(presented.endpoint):
         return None
-    keystring = read_customer_token(presented.bearer, environment=presented.environment, brand=sources.brand)
+    keystring = read_customer_token(presented.bearer, environment=presented.environment, key_prefix=sources.key_prefix)
     if isinstance(keystring, CustomerFault):
         return keystring
     peppers = sources.peppers(presented.environment)
@@ -264,7 +264,7 @@ def _apply_limits(judgement: Judgement, presented: VerificationRequest, sources:
 
 def _prove_exposed(presented: VerificationRequest, sources: Sources, now: datetime) -> str | None:
     """Return the id of the key in the URL if it is genuine, of this environment and of a merchant in scope."""
-    keystring = read_exposed(presented.url, sources.brand)
+    keystring = read_exposed(presented.url, sources.key_prefix)
     if keystring is None or keystring.scope is not STRING_SCOPE[presented.environment]:
         return None
     peppers = sources.peppers(presented.environment)

@@ -38,10 +38,10 @@ def find_exposed(url: str) -> Denial | None:
     return _EXPOSED if any(SHAPED.search(text) for text in _unescaped(url)) else None
 
 
-def read_exposed(url: str, brand: str) -> KeyString | None:
+def read_exposed(url: str, key_prefix: str) -> KeyString | None:
     """Return the first well-formed API key in a URL, or None. Its owner is disclosed only after proof."""
     found = (match[0] for text in _unescaped(url) for match in _WHOLE.finditer(text))
-    parsed = (parse_keystring(text, brand) for text in found)
+    parsed = (parse_keystring(text, key_prefix) for text in found)
     return next((keystring for keystring in parsed if keystring and keystring.kind in _API_KEYS), None)
 
 
@@ -74,13 +74,13 @@ def read_key(
     presented: str | None,
     *,
     environment: Environment,
-    brand: str,
+    key_prefix: str,
     base_urls: Mapping[Environment, str],
 ) -> KeyString | Denial:
     """Parse a presented key for this environment, or deny what cannot be one of its keys."""
     if presented is None:
         return Denial(Code.CREDENTIAL_MISSING, "The endpoint requires an API key in the X-Api-Key header.")
-    keystring = parse_keystring(presented, brand)
+    keystring = parse_keystring(presented, key_prefix)
     if keystring is None or keystring.kind not in _API_KEYS:
         return INVALID
     if keystring.scope is not STRING_SCOPE[environment]:
@@ -117,9 +117,9 @@ class TokenRecord:
     revoked_at: datetime | None
 
 
-def read_service_token(presented: str | None, brand: str) -> KeyString | None:
+def read_service_token(presented: str | None, key_prefix: str) -> KeyString | None:
     """Parse a presented service token. Returns None for anything else."""
-    keystring = parse_keystring(presented, brand) if presented else None
+    keystring = parse_keystring(presented, key_prefix) if presented else None
     return keystring if keystring is not None and keystring.kind is StringKind.SERVICE_TOKEN else None
 
 

@@ -122,7 +122,7 @@ def parse_public_keys(text: bytes) -> dict[KeyName, bytes]:
             for key in data["keys"]
         }
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError("not the output of manage.py audit_public_key") from None
+        raise ValueError("not the output of manage.py show_audit_keys") from None
 
 
 def gather_kept(lines: Iterable[bytes], keys: PublicKeys, unchecked: Container[str] = ()) -> KeptCheckpoints:

@@ -1,4 +1,4 @@
-"""The key string: `<brand>_<kind>_<env>_<16 key id><43 secret><6 crc>`.
+"""The key string: `<key prefix>_<kind>_<env>_<16 key id><43 secret><6 crc>`.
 
 It has a fixed length, a double click selects it whole, and one regular expression finds it in a leak scan. The
 checksum is zlib's CRC-32 over the preceding ASCII text. It rejects typing errors and random guesses before any
@@ -22,12 +22,12 @@ SECRET_DIGITS = 43
 CHECKSUM_DIGITS = 6
 _DIGITS = KEY_ID_DIGITS + SECRET_DIGITS + CHECKSUM_DIGITS
 MAX_LENGTH = 128
-"""Maximum length of a text that is parsed, in characters. A brand has at most 16 of them."""
+"""Maximum length of a text that is parsed, in characters. A key prefix has at most 16 of them."""
 
 KEY_ID_PLACE = slice(-_DIGITS, KEY_ID_DIGITS - _DIGITS)
 """Slice of a well-formed key string that is the key id."""
 
-BRAND = re.compile(r"[a-z][a-z0-9]{0,15}")
+KEY_PREFIX_PATTERN = re.compile(r"[a-z][a-z0-9]{0,15}")
 
 
 class StringKind(StrEnum):
@@ -60,9 +60,9 @@ SCOPE_ENVIRONMENTS = {
 _UNDERSCORE = r"(?:_|%(?:25){0,8}5[Ff]|\\{1,16}u005[Ff])"
 SHAPED_HEAD = rf"{_UNDERSCORE}(?:pub|prv|cat|svc){_UNDERSCORE}(?:sbx|prd|all){_UNDERSCORE}[0-9A-Za-z]{{16}}"
 SHAPED = re.compile(rf"(?P<head>{SHAPED_HEAD})[0-9A-Za-z]{{1,512}}")
-"""Matches text shaped like a key string: any brand or none, any checksum, and any length from one digit of the secret
-(a truncated log line, a repeated digit). Its underscores may be escaped for a URL or in JSON, also repeatedly. The head
-is public; the rest must not be shown."""
+"""Matches text shaped like a key string: any key prefix or none, any checksum, and any length from one digit of the
+secret (a truncated log line, a repeated digit). Its underscores may be escaped for a URL or in JSON, also repeatedly.
+The head is public; the rest must not be shown."""
 
 
 class KeyString(Struct, frozen=True, gc=False):
@@ -84,38 +84,39 @@ def _has_scope(kind: StringKind, scope: StringScope) -> bool:
 
 
 @cache
-def _prefixes(brand: str) -> dict[str, tuple[StringKind, StringScope]]:
-    """Return the kind and scope of each valid prefix of a key id."""
+def _openings(key_prefix: str) -> dict[str, tuple[StringKind, StringScope]]:
+    """Return the kind and scope of each valid opening: the text before the key id."""
     pairs = ((kind, scope) for kind in StringKind for scope in StringScope if _has_scope(kind, scope))
-    return {f"{brand}_{kind}_{scope}_": (kind, scope) for kind, scope in pairs}
+    return {f"{key_prefix}_{kind}_{scope}_": (kind, scope) for kind, scope in pairs}
 
 
 def checksum(head: str) -> str:
     return encode(zlib.crc32(head.encode("ascii")), CHECKSUM_DIGITS)
 
 
-def mint_keystring(brand: str, kind: StringKind, scope: StringScope, random_bytes: RandomBytes) -> KeyString:
+def mint_keystring(key_prefix: str, kind: StringKind, scope: StringScope, random_bytes: RandomBytes) -> KeyString:
     """Generate a key string with a new key id and at least 256 random bits of secret.
 
-    Raises ValueError for a brand that does not match BRAND, and for the scope `all` unless `kind` is a service token.
+    Raises ValueError for a key prefix that does not match KEY_PREFIX_PATTERN, and for the scope `all` unless `kind` is
+    a service token.
     """
-    if BRAND.fullmatch(brand) is None:
-        raise ValueError(f"invalid brand {brand!r}: use 1 to 16 of a-z and 0-9, beginning with a letter")
+    if KEY_PREFIX_PATTERN.fullmatch(key_prefix) is None:
+        raise ValueError(f"invalid key prefix {key_prefix!r}: use 1 to 16 of a-z and 0-9, beginning with a letter")
     if not _has_scope(kind, scope):
         raise ValueError(f"a {kind} string needs one environment as its scope")
     key_id = mint_key_id(random_bytes)
-    head = f"{brand}_{kind}_{scope}_{key_id}{random_digits(SECRET_DIGITS, random_bytes)}"
+    head = f"{key_prefix}_{kind}_{scope}_{key_id}{random_digits(SECRET_DIGITS, random_bytes)}"
     return KeyString(kind, scope, key_id, Plaintext(head + checksum(head)))
 
 
-def parse_keystring(text: str, brand: str) -> KeyString | None:
-    """Parse a presented string. Returns None when it is malformed, mistyped or of another brand.
+def parse_keystring(text: str, key_prefix: str) -> KeyString | None:
+    """Parse a presented string. Returns None when it is malformed, mistyped or with another key prefix.
 
     Does no look-up and accepts any text: over-long, non-ASCII and empty texts return None.
     """
     if len(text) > MAX_LENGTH:
         return None
-    found, digits = _prefixes(brand).get(text[:-_DIGITS]), text[-_DIGITS:]
+    found, digits = _openings(key_prefix).get(text[:-_DIGITS]), text[-_DIGITS:]
     if found is None or len(digits) != _DIGITS or not (digits.isascii() and digits.isalnum()):
         return None
     if zlib.crc32(text[:-CHECKSUM_DIGITS].encode()) != decode_six(digits[-CHECKSUM_DIGITS:]):

@@ -20,7 +20,7 @@ from keyvault.access.roles import Role
 from keyvault.access.single_sign_on import MAX_ISSUER_LENGTH, IdentityProvider
 from keyvault.backends.private_files import read_private_file
 from keyvault.domain.environments import Environment
-from keyvault.domain.keystring import BRAND
+from keyvault.domain.keystring import KEY_PREFIX_PATTERN
 from keyvault.domain.networks import IPNetwork, parse_network
 from keyvault.domain.plaintext import Plaintext
 from keyvault.wire.destinations import is_protected_url, parse_url
@@ -74,7 +74,7 @@ def _choice(*choices: str) -> Callable[[str], str]:
 
 
 def _key_prefix(text: str) -> str:
-    if BRAND.fullmatch(text) is None:
+    if KEY_PREFIX_PATTERN.fullmatch(text) is None:
         raise ValueError("1 to 16 of a-z and 0-9, beginning with a letter")
     return text
 

@@ -280,8 +280,8 @@ STALLS = (
         "The worker logged in again and retried once, and was denied again: a policy is too narrow, a role is missing, "
         "or this host lacks a login. No valid key was suspended or revoked. Other rotations on that backend fail, too.",
         (
-            "Run manage.py vault_doctor on the worker's host: it names the path or the login, and the fix.",
-            "Fix it; manage.py vault_bootstrap rewrites policies and roles, and leaves correct ones unchanged.",
+            "Run manage.py check_vault on the worker's host: it names the path or the login, and the fix.",
+            "Fix it; manage.py bootstrap_vault rewrites policies and roles, and leaves correct ones unchanged.",
             "Resume the rotation. A partly completed step is found and finished, never repeated.",
             *_END_ROTATION,
         ),

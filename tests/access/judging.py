@@ -174,7 +174,7 @@ def judge(case: Case, trace: list[Check] | None = None) -> Grant | Denial:
 
 @cache  # since most of a matrix's cases differ in other things
 def _judge_key(text: str | None, stored: KeyRecord | None, environment: Environment) -> KeyHolder | Denial:
-    keystring = read_key(text, environment=environment, brand="kv", base_urls=BASE_URLS)
+    keystring = read_key(text, environment=environment, key_prefix="kv", base_urls=BASE_URLS)
     if isinstance(keystring, Denial):
         return keystring
     record = stored if stored is not None and keystring.key_id == stored.key_id else None
@@ -192,7 +192,7 @@ def judge_bearer(
 
 @cache
 def _judge_token(text: str, stored: CustomerRecord | None, holder: KeyHolder) -> Customer | CustomerFault:
-    keystring = read_customer_token(text, environment=holder.environment, brand="kv")
+    keystring = read_customer_token(text, environment=holder.environment, key_prefix="kv")
     if isinstance(keystring, CustomerFault):
         return keystring
     record = stored if stored is not None and keystring.key_id == stored.token_id else None

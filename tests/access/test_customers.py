@@ -31,7 +31,7 @@ SECOND = timedelta(seconds=1)
 
 
 def read(text: str, environment: Environment = SANDBOX) -> KeyString | CustomerFault:
-    return read_customer_token(text, environment=environment, brand="kv")
+    return read_customer_token(text, environment=environment, key_prefix="kv")
 
 
 def judge(record: CustomerRecord | None, text: str = CUSTOMER_TOKEN, holder: KeyHolder = HOLDER) -> object:
@@ -68,7 +68,7 @@ def test_read_token_of_the_environment_is_read(environment: Environment) -> None
         CUSTOMER_TOKEN[:40] + "é" + CUSTOMER_TOKEN[41:],
         "Bearer " + CUSTOMER_TOKEN,
         mint(StringKind.CUSTOMER_TOKEN, StringScope.PRODUCTION),
-        mint(StringKind.CUSTOMER_TOKEN, brand="other"),
+        mint(StringKind.CUSTOMER_TOKEN, key_prefix="other"),
         mint(StringKind.SERVICE_TOKEN),
         key_string(),
         key_string(KeyKind.PUBLIC),

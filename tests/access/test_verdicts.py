@@ -59,7 +59,7 @@ def keys_of(kind: KeyKind) -> dict[str, Changes]:
         "malformed": {"presented": RIGHT[kind][:-1]},
         "non_ascii": {"presented": RIGHT[kind][:-1] + "é"},
         "wrong_checksum": {"presented": RIGHT[kind][:-6] + "000000"},
-        "other_brand": {"presented": mint(STRING_KIND[kind], brand="other")},
+        "other_prefix": {"presented": mint(STRING_KIND[kind], key_prefix="other")},
         "customer_token": {"presented": mint(StringKind.CUSTOMER_TOKEN)},
         "service_token": {"presented": mint(StringKind.SERVICE_TOKEN, StringScope.ALL)},
         "unknown_id": {"is_stored": False},

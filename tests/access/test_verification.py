@@ -34,7 +34,7 @@ DAY = timedelta(days=1)
 
 
 def read(text: str | None, environment: Environment = SANDBOX) -> KeyString | Denial:
-    return read_key(text, environment=environment, brand="kv", base_urls=BASE_URLS)
+    return read_key(text, environment=environment, key_prefix="kv", base_urls=BASE_URLS)
 
 
 def denied(text: str | None, environment: Environment = SANDBOX) -> Denial:
@@ -124,7 +124,7 @@ def test_ambiguous_credentials_without_a_comma_are_left_alone(key: str | None, b
         key_string()[:40] + "\ud800" + key_string()[41:],
         key_string() + "\x00",
         "Bearer " + key_string(),
-        mint(brand="other"),
+        mint(key_prefix="other"),
         mint(StringKind.CUSTOMER_TOKEN),
         mint(StringKind.SERVICE_TOKEN),
         mint(StringKind.SERVICE_TOKEN, StringScope.ALL),
@@ -135,7 +135,7 @@ def test_ambiguous_credentials_without_a_comma_are_left_alone(key: str | None, b
     ids=lambda text: ascii(text[:24]),
 )
 def test_read_key_that_is_malformed_is_invalid(text: str) -> None:
-    """Malformed and mistyped keys, keys of another brand, and other tokens get the same refusal, without details."""
+    """Malformed and mistyped keys, keys with another prefix, and other tokens get the same refusal, without details."""
     assert denied(text) is INVALID
 
 
@@ -189,11 +189,11 @@ ESCAPES: dict[str, Callable[[str], str]] = {
         key_string(),
         key_string(KeyKind.PUBLIC, PRODUCTION),
         mint(StringKind.SERVICE_TOKEN, StringScope.ALL),
-        mint(StringKind.CUSTOMER_TOKEN, brand="acme"),
+        mint(StringKind.CUSTOMER_TOKEN, key_prefix="acme"),
         key_string()[:-6] + "000000",
         key_string()[:40],
     ],
-    ids=["private", "public", "service", "another brand", "wrong checksum", "cut short"],
+    ids=["private", "public", "service", "another key prefix", "wrong checksum", "cut short"],
 )
 def test_exposed_credential_in_a_url_is_found(escape: str, text: str) -> None:
     """A credential in a path or query is refused whatever its kind and however often it was escaped."""
@@ -255,7 +255,7 @@ def test_exposed_key_in_a_url_is_attributed_after_proof(escape: str, kind: KeyKi
         key_string()[:-6] + "000000",
         mint(StringKind.SERVICE_TOKEN, StringScope.ALL),
         mint(StringKind.CUSTOMER_TOKEN),
-        mint(brand="other"),
+        mint(key_prefix="other"),
         "kv_prv_sbx_" + "a" * 65,
     ],
 )

@@ -34,18 +34,18 @@ def mint(
     kind: StringKind = StringKind.PRIVATE,
     scope: StringScope = StringScope.SANDBOX,
     *,
-    brand: str = "kv",
+    key_prefix: str = "kv",
     seed: object = 0,
 ) -> str:
-    return mint_keystring(brand, kind, scope, drawn_from(seed)).text.reveal()
+    return mint_keystring(key_prefix, kind, scope, drawn_from(seed)).text.reveal()
 
 
-brands = st.from_regex(r"[a-z][a-z0-9]{0,15}", fullmatch=True)
+key_prefixes = st.from_regex(r"[a-z][a-z0-9]{0,15}", fullmatch=True)
 
 keystrings = st.builds(
-    lambda sort, brand, seed: mint(*sort, brand=brand, seed=seed),
+    lambda sort, key_prefix, seed: mint(*sort, key_prefix=key_prefix, seed=seed),
     st.sampled_from(SORTS),
-    brands,
+    key_prefixes,
     st.integers(0, 2**32),
 )
-"""Key strings of any brand, kind and scope."""
+"""Key strings of any key prefix, kind and scope."""

@@ -82,7 +82,7 @@ def test_digest_matches_the_string_it_was_made_of(text: str, pepper: bytes) -> N
 
 @given(keystrings, st.integers(0, 90), st.sampled_from(ALPHANUMERIC))
 def test_digest_does_not_match_a_string_that_differs_anywhere(text: str, at: int, digit: str) -> None:
-    """The digest covers the whole: brand, kind, environment, id, secret and checksum."""
+    """The digest covers the whole: key prefix, kind, environment, id, secret and checksum."""
     at = min(at, len(text) - 1)
     assume(text[at] != digit)
     other = text[:at] + digit + text[at + 1 :]

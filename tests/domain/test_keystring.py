@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from keyvault.domain import keystring
 from keyvault.domain.keystring import (
-    BRAND,
+    KEY_PREFIX_PATTERN,
     MAX_LENGTH,
     SHAPED,
     StringKind,
@@ -18,7 +18,7 @@ from keyvault.domain.keystring import (
     parse_keystring,
 )
 
-from .minting import ALPHANUMERIC, SORTS, brands, drawn_from, keystrings, mint
+from .minting import ALPHANUMERIC, SORTS, drawn_from, key_prefixes, keystrings, mint
 
 # Made without this code: `printf %s "$head" | gzip -c | tail -c8 | od -An -tu4` for the CRC-32, and base62 by
 # the shell's own division.
@@ -26,7 +26,7 @@ EXAMPLE = "kv_prv_sbx_0123456789ABCDEFabcdefghijklmnopqrstuvwxyz0123456789ABCDEF
 PADDED_EXAMPLE = "acme1_svc_all_zzzzzzzzzzzzzzzz00000000000000000000000000000000000000000004AtY1A"
 
 CONTRACT = re.compile(
-    r"(?P<brand>[a-z][a-z0-9]{0,15})_(?P<kind>pub|prv|cat|svc)_(?P<scope>sbx|prd|all)_"
+    r"(?P<key_prefix>[a-z][a-z0-9]{0,15})_(?P<kind>pub|prv|cat|svc)_(?P<scope>sbx|prd|all)_"
     r"(?P<key_id>[0-9A-Za-z]{16})(?P<secret>[0-9A-Za-z]{43})(?P<crc>[0-9A-Za-z]{6})"
 )
 SORT = st.sampled_from(SORTS)
@@ -74,21 +74,21 @@ def test_keystring_examples_have_the_checksum_of_the_definition() -> None:
     assert signed(PADDED_EXAMPLE[:-6]) == PADDED_EXAMPLE
 
 
-@given(SORT, brands, st.integers())
+@given(SORT, key_prefixes, st.integers())
 def test_keystring_minted_has_the_contract_s_format(
-    sort: tuple[StringKind, StringScope], brand: str, seed: int
+    sort: tuple[StringKind, StringScope], key_prefix: str, seed: int
 ) -> None:
-    minted = mint_keystring(brand, *sort, drawn_from(seed))
+    minted = mint_keystring(key_prefix, *sort, drawn_from(seed))
     parts = CONTRACT.fullmatch(minted.text.reveal())
     assert parts is not None
-    assert (parts["brand"], parts["kind"], parts["scope"], parts["key_id"]) == (brand, *sort, minted.key_id)
+    assert (parts["key_prefix"], parts["kind"], parts["scope"], parts["key_id"]) == (key_prefix, *sort, minted.key_id)
     assert parts["crc"] == base62(crc32(minted.text.reveal()[:-6]))
 
 
-@given(SORT, brands, st.integers())
-def test_keystring_minted_is_read_back(sort: tuple[StringKind, StringScope], brand: str, seed: int) -> None:
-    minted = mint_keystring(brand, *sort, drawn_from(seed))
-    found = parse_keystring(minted.text.reveal(), brand)
+@given(SORT, key_prefixes, st.integers())
+def test_keystring_minted_is_read_back(sort: tuple[StringKind, StringScope], key_prefix: str, seed: int) -> None:
+    minted = mint_keystring(key_prefix, *sort, drawn_from(seed))
+    found = parse_keystring(minted.text.reveal(), key_prefix)
     assert found is not None
     assert (found.kind, found.scope, found.key_id) == (*sort, minted.key_id)
     assert found.text.reveal() == minted.text.reveal()
@@ -149,18 +149,18 @@ def test_keystring_with_any_one_character_changed_is_refused(sort: tuple[StringK
 
 @given(keystrings, st.data())
 def test_keystring_with_a_character_more_less_or_swapped_is_refused(text: str, data: st.DataObject) -> None:
-    brand = text.partition("_")[0]
+    key_prefix = text.partition("_")[0]
     at = data.draw(st.integers(0, len(text) - 1))
-    assert parse_keystring(text[:at] + text[at + 1 :], brand) is None
-    assert parse_keystring(text[:at] + data.draw(st.sampled_from(ALPHANUMERIC)) + text[at:], brand) is None
+    assert parse_keystring(text[:at] + text[at + 1 :], key_prefix) is None
+    assert parse_keystring(text[:at] + data.draw(st.sampled_from(ALPHANUMERIC)) + text[at:], key_prefix) is None
     if at < len(text) - 7 and text[at] != text[at + 1]:
-        assert parse_keystring(text[:at] + text[at + 1] + text[at] + text[at + 2 :], brand) is None
+        assert parse_keystring(text[:at] + text[at + 1] + text[at] + text[at + 2 :], key_prefix) is None
 
 
-@given(keystrings, brands)
-def test_keystring_of_another_brand_is_refused(text: str, brand: str) -> None:
+@given(keystrings, key_prefixes)
+def test_keystring_with_another_key_prefix_is_refused(text: str, key_prefix: str) -> None:
     """A key of another installation is refused, even with a correct checksum."""
-    assert (parse_keystring(text, brand) is not None) == text.startswith(f"{brand}_")
+    assert (parse_keystring(text, key_prefix) is not None) == text.startswith(f"{key_prefix}_")
 
 
 @pytest.mark.parametrize("kind", ["PRV", "pri", "key", "", "prv_"])
@@ -228,18 +228,18 @@ def test_keystring_any_text_is_read_or_refused_never_a_fault(text: str) -> None:
 
 def test_keystring_over_long_text_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of megabytes costs nothing: it is refused before its beginning is parsed."""
-    longest = mint(brand="a" * 16)
+    longest = mint(key_prefix="a" * 16)
     assert parse_keystring(longest, "a" * 16) is not None
-    monkeypatch.setattr(keystring, "_prefixes", None)
+    monkeypatch.setattr(keystring, "_openings", None)
     assert parse_keystring(longest + "A" * (MAX_LENGTH + 1 - len(longest)), "a" * 16) is None
     assert parse_keystring(EXAMPLE + "A" * 1_000_000, "kv") is None
 
 
-@pytest.mark.parametrize("brand", ["", "1a", "Kv", "k_v", "k-v", "a" * 17, "é", "kv\n"])
-def test_keystring_minted_for_no_brand_is_refused(brand: str) -> None:
-    with pytest.raises(ValueError, match="brand"):
-        mint_keystring(brand, StringKind.PRIVATE, StringScope.SANDBOX, drawn_from(0))
-    assert BRAND.fullmatch(brand) is None
+@pytest.mark.parametrize("key_prefix", ["", "1a", "Kv", "k_v", "k-v", "a" * 17, "é", "kv\n"])
+def test_keystring_minted_with_an_invalid_key_prefix_is_refused(key_prefix: str) -> None:
+    with pytest.raises(ValueError, match="key prefix"):
+        mint_keystring(key_prefix, StringKind.PRIVATE, StringScope.SANDBOX, drawn_from(0))
+    assert KEY_PREFIX_PATTERN.fullmatch(key_prefix) is None
 
 
 # --- what looks like one ----------------------------------------------------------------------------------

@@ -79,13 +79,13 @@ def leaks(value: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("sort", SORTS, ids="_".join)
-@pytest.mark.parametrize("brand", ["kv", "a", "acme2", "a123456789abcdef"])
+@pytest.mark.parametrize("key_prefix", ["kv", "a", "acme2", "a123456789abcdef"])
 @pytest.mark.parametrize("is_checksum_right", [True, False], ids=["right checksum", "wrong checksum"])
 def test_redact_key_string_of_any_kind_shows_its_handle_only(
-    sort: tuple[str, str], brand: str, is_checksum_right: bool
+    sort: tuple[str, str], key_prefix: str, is_checksum_right: bool
 ) -> None:
-    """Keys of all four kinds and any brand, with any checksum: the rest is public, and enough for support."""
-    text = mint(*sort, brand=brand)  # type: ignore[arg-type]  # of its two types
+    """Keys of all four kinds and any key prefix, with any checksum: the rest is public, and enough for support."""
+    text = mint(*sort, key_prefix=key_prefix)  # type: ignore[arg-type]  # of its two types
     if not is_checksum_right:
         text = text[:-1] + ("A" if text[-1] != "A" else "B")
         assert checksum(text[:-6]) != text[-6:]
@@ -811,7 +811,7 @@ def test_redact_shuffled_log_leaks_nothing() -> None:
     chance = random.Random(20261121)  # noqa: S311  the same mixture each time
     parts, secrets = [], []
     for seed in range(300):
-        key = mint(*SORTS[seed % len(SORTS)], brand=("kv", "acme")[seed % 2], seed=seed)
+        key = mint(*SORTS[seed % len(SORTS)], key_prefix=("kv", "acme")[seed % 2], seed=seed)
         secrets.append(key[key.rindex("_") + 17 :])
         rendering = chance.choice(sorted(RENDERINGS))
         parts.append(RENDERINGS[rendering](chance.choice(NAMES), chance.choice(["", "Bearer "]) + key))

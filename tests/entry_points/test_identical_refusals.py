@@ -113,7 +113,7 @@ def unproved(scene: Scene) -> dict[str, bytes]:
         "malformed": b"nonsense",
         "empty": b"",
         "not ASCII": b"\xc3\xa9",
-        "other brand": mint(brand="other").encode(),
+        "other key prefix": mint(key_prefix="other").encode(),
         "service token": scene.services["all"].encode(),
         "customer token": scene.customers["acme"].encode(),
     }

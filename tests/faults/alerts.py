@@ -31,9 +31,9 @@ from rotation.models import Rotation
 from tests.environment import ROOT
 from tests.factories import grant
 from tests.faults.campaign import begin_campaign
-from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, until
-from tests.faults.results import Asked, Result, say
+from tests.faults.results import Options, Result, say
 from tests.rotation import scene
 
 WITHIN_SECONDS = 60
@@ -48,10 +48,10 @@ _ENV = shutil.which("env") or "/usr/bin/env"
 
 
 @dataclass
-class Stage:
+class Deployment:
     """The programs under experiment, and what Prometheus says about them."""
 
-    asked: Asked
+    options: Options
     supervisor: Supervisor
     prometheus: str
     log: Path
@@ -81,41 +81,41 @@ class Stage:
         return seen
 
 
-Fault = Callable[[Stage], Callable[[], object]]
+Fault = Callable[[Deployment], Callable[[], object]]
 """Cause a fault, and return how to undo it."""
 
 
 def _kill(name: str) -> Fault:
-    def cause(stage: Stage) -> Callable[[], object]:
-        stage.kill(name)
-        return stage.supervisor.restart_ended
+    def cause(deployment: Deployment) -> Callable[[], object]:
+        deployment.kill(name)
+        return deployment.supervisor.restart_ended
 
     return cause
 
 
 def _stop(name: str) -> Fault:
-    def cause(stage: Stage) -> Callable[[], object]:
-        server = stage.asked.servers[name]
+    def cause(deployment: Deployment) -> Callable[[], object]:
+        server = deployment.options.servers[name]
         server.stop(signal.SIGINT if name == "postgres" else signal.SIGKILL)
         return server.start
 
     return cause
 
 
-def _lose_log(stage: Stage) -> Callable[[], object]:
-    aside = stage.log.with_name("aside")
-    stage.log.rename(aside)
-    return lambda: aside.rename(stage.log)
+def _lose_log(deployment: Deployment) -> Callable[[], object]:
+    aside = deployment.log.with_name("aside")
+    deployment.log.rename(aside)
+    return lambda: aside.rename(deployment.log)
 
 
-def _step_clock(stage: Stage) -> Callable[[], object]:
-    stage.clock.write_text("30")
-    return lambda: stage.clock.write_text("0")
+def _step_clock(deployment: Deployment) -> Callable[[], object]:
+    deployment.clock.write_text("30")
+    return lambda: deployment.clock.write_text("0")
 
 
-def _fill_disk(stage: Stage) -> Callable[[], object]:
-    assert stage.disk is not None
-    filler = stage.disk / "filler"
+def _fill_disk(deployment: Deployment) -> Callable[[], object]:
+    assert deployment.disk is not None
+    filler = deployment.disk / "filler"
     with filler.open("wb", buffering=0) as file:
         while True:
             try:
@@ -125,7 +125,7 @@ def _fill_disk(stage: Stage) -> Callable[[], object]:
     return filler.unlink
 
 
-def _stall_rotation(stage: Stage) -> Callable[[], object]:
+def _stall_rotation(deployment: Deployment) -> Callable[[], object]:
     begin_campaign()
     until("a delivered replacement", lambda: Rotation.objects.filter(state=S.AWAITING_PROOF).exists(), WITHIN_SECONDS)
     rotation = Rotation.objects.get(state=S.AWAITING_PROOF)
@@ -150,38 +150,40 @@ FAULTS: Mapping[str, tuple[frozenset[str], Fault]] = {
 }
 
 
-def run(asked: Asked) -> Result:
+def run(options: Options) -> Result:
     result = Result("faults")
     (merchant,), token = make_merchants(1), gateway_token()
     with ExitStack() as stack:
-        stage, port = _open(asked, stack)
+        deployment, port = _open(options, stack)
         key = next(iter(merchant.keys.values())).reveal()
-        stack.enter_context(_asking(port, token.reveal(), key))
-        until("every target to be scraped", lambda: not stage.firing() and _is_scraped(stage), RECOVERY_SECONDS)
-        fired = stage.watch(WITHIN_SECONDS)
+        stack.enter_context(_requesting(port, token.reveal(), key))
+        until(
+            "every target to be scraped", lambda: not deployment.firing() and _is_scraped(deployment), RECOVERY_SECONDS
+        )
+        fired = deployment.watch(WITHIN_SECONDS)
         result.must_be(not fired, f"a quiet minute fires {sorted(fired)}")
         say(f"a quiet minute: {sorted(fired) or 'no alert'}")
         for name, (expected, cause) in FAULTS.items():
-            if name == "a disk is full" and stage.disk is None:
+            if name == "a disk is full" and deployment.disk is None:
                 say(f"{name}: not caused, no file system can be mounted")
                 continue
             try:
-                _perform(stage, result, name, expected, cause)
+                _perform(deployment, result, name, expected, cause)
             except GaveUpError as gave_up:
                 result.must_be(False, f"{name}: {gave_up}")
     return result
 
 
-def _perform(stage: Stage, result: Result, name: str, expected: frozenset[str], cause: Fault) -> None:
-    until("no alert to fire", lambda: not stage.firing(), RECOVERY_SECONDS, stage.supervisor.restart_ended)
-    undo = cause(stage)
+def _perform(deployment: Deployment, result: Result, name: str, expected: frozenset[str], cause: Fault) -> None:
+    until("no alert to fire", lambda: not deployment.firing(), RECOVERY_SECONDS, deployment.supervisor.restart_ended)
+    undo = cause(deployment)
     began = time.monotonic()
     first: dict[str, float] = {}
     is_killed = "killed" in name
     while (passed := time.monotonic() - began) < WITHIN_SECONDS:
-        for alert in stage.firing():
+        for alert in deployment.firing():
             first.setdefault(alert, round(passed))
-        stage.watch(0.5, is_restarting=not is_killed)
+        deployment.watch(0.5, is_restarting=not is_killed)
     undo()
     connections.close_all()  # this process is no part of the experiment
     say(f"{name}: " + (", ".join(f"{alert} after {at:.0f} s" for alert, at in sorted(first.items())) or "no alert"))
@@ -191,30 +193,30 @@ def _perform(stage: Stage, result: Result, name: str, expected: frozenset[str], 
     result.counts["slowest alert in seconds"] = max(result.counts.get("slowest alert in seconds", 0), slowest)
 
 
-def _is_scraped(stage: Stage) -> bool:
-    query = f"{stage.prometheus}/api/v1/query?query=sum(up)"
+def _is_scraped(deployment: Deployment) -> bool:
+    query = f"{deployment.prometheus}/api/v1/query?query=sum(up)"
     with urlopen(query, timeout=10) as answer:  # noqa: S310  the experiment's own
         found = json.load(answer)["data"]["result"]
     return bool(found) and float(found[0]["value"][1]) == len(PROGRAMS)
 
 
-# --- the stage --------------------------------------------------------------------------------------------------
+# --- the deployment --------------------------------------------------------------------------------------------------
 
 
-def _open(asked: Asked, stack: ExitStack) -> tuple[Stage, int]:
+def _open(options: Options, stack: ExitStack) -> tuple[Deployment, int]:
     port, ports = find_free_port(), {name: find_free_port() for name in PROGRAMS}
-    disk = stack.enter_context(_small_disk(asked.folder / "disk"))
-    log, clock = (disk or asked.folder) / "revocation_log", asked.folder / "clock"
+    disk = stack.enter_context(_small_disk(options.folder / "disk"))
+    log, clock = (disk or options.folder) / "revocation_log", options.folder / "clock"
     clock.write_text("0")
-    told = {
+    variables = {
         **os.environ,
         "KEYVAULT_ORIGIN": service.local_url(port),
-        "KEYVAULT_REDIS_URL": asked.servers["redis"].url,
+        "KEYVAULT_REDIS_URL": options.servers["redis"].url,
         "KEYVAULT_REVOCATION_LOG": str(log),
         "FAULTS_CLOCK": str(clock),
     }
     # The keys were made with another log.
-    shutil.copy(asked.folder / "revocation_log", log)
+    shutil.copy(options.folder / "revocation_log", log)
     commands = {
         "server": service.server_program(port),
         "worker": service.worker_program(),
@@ -224,9 +226,9 @@ def _open(asked: Asked, stack: ExitStack) -> tuple[Stage, int]:
         Program(name, (_ENV, f"KEYVAULT_METRICS={ADDRESS}:{ports[name]}", *_skewed(each.command)), each.orphan_signal)
         for name, each in commands.items()
     ]
-    supervisor = stack.enter_context(Supervisor(programs, told, ROOT, asked.folder / "logs", say))
+    supervisor = stack.enter_context(Supervisor(programs, variables, ROOT, options.folder / "logs", say))
     service.wait_until_ready(supervisor, port)
-    return Stage(asked, supervisor, _start_prometheus(asked.folder, ports, stack), log, clock, disk), port
+    return Deployment(options, supervisor, _start_prometheus(options.folder, ports, stack), log, clock, disk), port
 
 
 def _skewed(command: tuple[str, ...]) -> tuple[str, ...]:
@@ -289,7 +291,7 @@ def _small_disk(folder: Path) -> Iterator[Path | None]:
 
 
 @contextmanager
-def _asking(port: int, token: str, key: str) -> Iterator[None]:
+def _requesting(port: int, token: str, key: str) -> Iterator[None]:
     """Verify the key once a second, so that limits are spent."""
     ended = threading.Event()
     body = json.dumps({"key": key, "environment": "sandbox", "endpoint": "orders.retrieve"}).encode()

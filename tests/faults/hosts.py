@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 from keyvault.management.service import ADDRESS, READY_SECONDS
 from keyvault.management.supervisor import start_child_process
 from tests.environment import ROOT
-from tests.faults.wire import Wire
+from tests.faults.proxy import Proxy
 from tests.servers.throwaway import free_port
 
 STEPPING = Path(__file__).with_name("stepping")
@@ -35,9 +35,9 @@ class Host:
         self.log = folder / f"{name}.log"
         self.clock = _Clock(folder / f"clock-{name}")
         database = urlsplit(environ["KEYVAULT_DATABASE_URL"])
-        self.wire = Wire(database.port or 5432)
-        place = f"{database.username}:{database.password}@127.0.0.1:{self.wire.port}"
-        told = {
+        self.proxy = Proxy(database.port or 5432)
+        place = f"{database.username}:{database.password}@127.0.0.1:{self.proxy.port}"
+        variables = {
             **environ,
             "KEYVAULT_DATA_DIR": str(data),
             "KEYVAULT_DATABASE_URL": urlunsplit(database._replace(netloc=place)),
@@ -50,7 +50,7 @@ class Host:
         try:
             self._process = start_child_process(
                 (*command, "--workers", str(workers)),
-                environ=told,
+                environ=variables,
                 folder=ROOT,
                 output=output,
                 orphan_signal=signal.SIGTERM,
@@ -86,7 +86,7 @@ class Host:
         finally:
             self._process.kill()
             self._process.wait()
-            self.wire.close()
+            self.proxy.close()
 
 
 class _Clock:

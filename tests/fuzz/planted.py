@@ -50,8 +50,8 @@ class Find:
 
 
 def _key_string(random: Random) -> Secret:
-    brand = random.choice(["kv", "a", "acme2"])
-    text = mint_keystring(brand, *random.choice(SORTS), random.randbytes).text.reveal()
+    key_prefix = random.choice(["kv", "a", "acme2"])
+    text = mint_keystring(key_prefix, *random.choice(SORTS), random.randbytes).text.reveal()
     return Secret(text, text[text.rindex("_") + 17 :], random.choice(["key", "value", "x", "api_key", "X-Api-Key"]))
 
 

@@ -73,9 +73,9 @@ class Minted:
             monkeypatch.setattr(module, "mint_keystring", self._mint)
 
     def _mint(
-        self, brand: str, kind: StringKind, scope: StringScope, random_bytes: Callable[[int], bytes]
+        self, key_prefix: str, kind: StringKind, scope: StringScope, random_bytes: Callable[[int], bytes]
     ) -> KeyString:
-        made = self.planned.pop() if self.planned else mint_keystring(brand, kind, scope, random_bytes)
+        made = self.planned.pop() if self.planned else mint_keystring(key_prefix, kind, scope, random_bytes)
         self.strings.append(made)
         return made
 

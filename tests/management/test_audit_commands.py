@@ -44,7 +44,7 @@ def check(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run the check in a separate process that cannot import Django."""
     code = (
         "import sys; sys.modules['django'] = None\n"
-        "from keyvault.client.audit_check import main; sys.exit(main(sys.argv[1:]))"
+        "from keyvault_client.audit_check import main; sys.exit(main(sys.argv[1:]))"
     )
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
@@ -70,7 +70,7 @@ def files(signed: None, tmp_path: Path) -> tuple[str, str, str]:
     """Return an export, the public keys, and checkpoints kept outside the host."""
     return (
         saved(tmp_path, "log.jsonl", "export_audit"),
-        saved(tmp_path, "keys.json", "audit_public_key"),
+        saved(tmp_path, "keys.json", "show_audit_keys"),
         saved(tmp_path, "kept.jsonl", "export_audit", "--newest"),
     )
 
@@ -187,11 +187,11 @@ def test_audit_check_of_a_partial_export_is_refused_unless_requested(
 
 @pytest.mark.sqlite
 def test_audit_check_needs_only_its_two_folders(files: tuple[str, str, str], tmp_path: Path) -> None:
-    """An auditor needs keyvault/domain and keyvault/client only."""
+    """An auditor needs the client package only."""
     export, keys, _ = files
     for folder in ("domain", "client"):
         shutil.copytree(ROOT / "keyvault" / folder, tmp_path / "taken" / "keyvault" / folder)
-    command = [sys.executable, "-m", "keyvault.client.audit_check", export, "--public-key", keys]
+    command = [sys.executable, "-m", "keyvault_client.audit_check", export, "--public-key", keys]
     done = subprocess.run(command, cwd=tmp_path / "taken", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -201,7 +201,7 @@ def test_audit_check_without_usable_files_is_refused(files: tuple[str, str, str]
     export, keys, kept = files
     assert check(export).returncode == 2
     assert check(str(tmp_path / "none"), "--public-key", keys).returncode == 2
-    assert "not the output of manage.py audit_public_key" in check(export, "--public-key", export).stderr
+    assert "not the output of manage.py show_audit_keys" in check(export, "--public-key", export).stderr
     forged = Path(kept).read_text().replace('"key_version": 1', '"key_version": 2')
     Path(kept).write_text(forged)
     assert "there is no public key of local (version 2)" in check(export, "--public-key", keys, "--kept", kept).stderr
@@ -259,15 +259,15 @@ def test_export_audit_selects_scopes_and_start(signed: None) -> None:
         call_command("export_audit", "--since", "yesterday")
 
 
-def test_audit_public_key_before_the_first_signature_is_refused(db: None, tmp_path: Path) -> None:
+def test_show_audit_keys_before_the_first_signature_is_refused(db: None, tmp_path: Path) -> None:
     """An auditor never receives a file without keys."""
     with own_keystore(tmp_path), pytest.raises(CommandError, match="there is no public key yet"):
-        call_command("audit_public_key")
+        call_command("show_audit_keys")
 
 
 @pytest.mark.sqlite
-def test_audit_public_key_in_both_formats_is_the_same_key(signed: None) -> None:
-    assert json.loads(printed("audit_public_key")) == json.loads(printed("audit_public_key", "--json"))
+def test_show_audit_keys_in_both_formats_is_the_same_key(signed: None) -> None:
+    assert json.loads(printed("show_audit_keys")) == json.loads(printed("show_audit_keys", "--json"))
 
 
 # --- a restored backup -----------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def status(*more: str) -> tuple[int, Any]:
     """Return the exit code and the answer."""
     output, code = io.StringIO(), 0
     try:
-        call_command("pepper_status", *more, "--json", stdout=output)
+        call_command("show_peppers", *more, "--json", stdout=output)
     except SystemExit as end:
         code = int(str(end.code))
     return code, json.loads(output.getvalue())
@@ -103,7 +103,7 @@ def test_pepper_commands_rotate_list_and_retire_a_pepper(monkeypatch: pytest.Mon
     code, answer = status()
     assert (code, of(answer, "sandbox", 1)["stored"]) == (0, True), "waiting for destruction is no fault"
     output = io.StringIO()
-    call_command("pepper_status", stdout=output)
+    call_command("show_peppers", stdout=output)
     assert f"can be destroyed from {retired['destroyable_from'][:10]}" in output.getvalue()
     monkeypatch.setattr(rotation, "KEPT_AFTER_RETIREMENT", timedelta(0))
     assert run("retire_pepper", "--set", "sandbox", "--version", "1", "--destroy")["destroyed_at"] is not None
@@ -114,14 +114,14 @@ def test_pepper_commands_rotate_list_and_retire_a_pepper(monkeypatch: pytest.Mon
     assert AuditEntry.objects.filter(event="pepper.destroyed").count() == 1
 
 
-def test_pepper_status_as_text_names_every_version() -> None:
+def test_show_peppers_as_text_names_every_version() -> None:
     output = io.StringIO()
-    call_command("pepper_status", "--list", stdout=output)
+    call_command("show_peppers", "--list", stdout=output)
     for pepper_set in PepperSet:
         assert f"{pepper_set} 1  loaded, creates the digests" in output.getvalue()
 
 
-def test_pepper_status_names_a_missing_pepper() -> None:
+def test_show_peppers_names_a_missing_pepper() -> None:
     secret_backend().destroy(Mount.PEPPERS, PepperSet.SANDBOX, 1)
     load_peppers.cache_clear()
     code, answer = status()
@@ -132,7 +132,7 @@ def test_pepper_status_names_a_missing_pepper() -> None:
         require_ready()
 
 
-def test_pepper_status_names_swapped_environments(folder: Path) -> None:
+def test_show_peppers_names_swapped_environments(folder: Path) -> None:
     """Both swapped peppers are named, and the process does not start."""
     sandbox, production, service = (stored(each) for each in PepperSet)
     swap_keystore(folder, {PepperSet.SANDBOX: production, PepperSet.PRODUCTION: sandbox, PepperSet.SERVICE: service})
@@ -144,7 +144,7 @@ def test_pepper_status_names_swapped_environments(folder: Path) -> None:
         require_ready()
 
 
-def test_pepper_status_of_a_pepper_in_memory_only_is_an_alarm() -> None:
+def test_show_peppers_of_a_pepper_in_memory_only_is_an_alarm() -> None:
     """Such a pepper works until the process ends, so it can still be restored."""
     secret_backend().destroy(Mount.PEPPERS, PepperSet.SANDBOX, 1)
     code, answer = status()

@@ -1,4 +1,4 @@
-"""deploy/vault/README.md executed as written: from an empty OpenBao with TLS to hosts that pass the doctor."""
+"""deploy/vault/README.md executed as written: from an empty OpenBao with TLS to hosts that pass `check_vault`."""
 
 import json
 import os
@@ -190,11 +190,11 @@ def test_setup_steps_of_the_page_make_an_installation_that_passes_the_doctor(
 
         [leak] = [block for block in shell if block.place == "leak"]
         run(leak.text, checkout, with_admin)
-        doctor = "python manage.py vault_doctor --host web || test $? -eq 1"
+        check = "python manage.py check_vault --host web || test $? -eq 1"
         its_own = {**environment, "KEYVAULT_VAULT_CREDENTIALS_DIR": str(checkout / "handover" / "web-1")}
-        assert run(doctor, checkout, its_own).count("The login is not accepted") == 2
+        assert run(check, checkout, its_own).count("The login is not accepted") == 2
         run("cp handover/after-leak/* handover/web-1/", checkout, environment)
-        assert "no problems" in run(doctor, checkout, its_own)
+        assert "no problems" in run(check, checkout, its_own)
 
         run(at_the_end, checkout, with_admin)
         assert not (checkout / "admin.token").exists()

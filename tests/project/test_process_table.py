@@ -239,7 +239,7 @@ def installation(namespace: None, redis_url: str, tmp_path: Path) -> Iterator[In
         if has_vault:
             token, logins = f"{SECRETS}/openbao_admin_token", f"{CONTAINER_SETTINGS['KEYVAULT_DATA_DIR']}/vault"
             environments = ("--environment", "sandbox", "--environment", "production")
-            made.manage("vault_bootstrap", *environments, "--token-file", token, "--logins-folder", logins, "--plain")
+            made.manage("bootstrap_vault", *environments, "--token-file", token, "--logins-folder", logins, "--plain")
         yield made
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from keyvault.domain.releases import OLDEST_COMPATIBLE_RELEASE, RELEASE
+from tests.template_database import make_migrated_data_folder
 
 pytestmark = pytest.mark.long
 
@@ -31,6 +32,7 @@ def run(arguments: list[str], folder: Path, **settings: str) -> subprocess.Compl
 def set_up_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Set up one data folder; each test gets a copy."""
     data = tmp_path_factory.mktemp("installation") / "data"
+    make_migrated_data_folder(data)
     done = run(["manage.py", "setup"], data)
     assert done.returncode == 0, done.stderr
     return data
@@ -213,7 +215,7 @@ def test_start_after_setup_works(folder: Path) -> None:
         ({"KEYVAULT_ORIGIN": "http://keys.example.com"}, "https"),
         ({"KEYVAULT_PRODUCTION_APPROVALS": "0"}, "1 or more"),
         ({"KEYVAULT_DATABSE_URL": "x"}, "unknown setting"),
-        ({"KEYVAULT_KEY_PREFIX": "Bad_Brand"}, "a-z"),
+        ({"KEYVAULT_KEY_PREFIX": "Bad_Prefix"}, "a-z"),
         ({"KEYVAULT_MASTER_KEY": "short"}, "32 bytes"),
         ({"KEYVAULT_BACKEND": "both"}, "one of local, vault"),
         ({"KEYVAULT_BACKEND": "vault"}, "VAULT_ADDR"),

@@ -157,6 +157,47 @@ class Banner(Component):
 
 
 @dataclass(frozen=True)
+class Card(Component):
+    """A titled card around another component. `aside`: text or HTML in its head, such as the legend of a chart."""
+
+    title: str
+    body: Any
+    aside: Any = ""
+
+    template_name = "console/component_card.html"
+
+
+@dataclass(frozen=True)
+class Columns(Component):
+    """Sections side by side: a wide and a narrow one, or equal ones. Below each other on a narrow screen."""
+
+    sections: Sequence[Any]
+    are_even: bool = False
+
+    template_name = "console/component_columns.html"
+
+
+@dataclass(frozen=True)
+class Fold(Component):
+    """Sections that are hidden until the operator opens them. `note`: text or HTML beside the title."""
+
+    title: str
+    sections: Sequence[Any]
+    note: Any = ""
+
+    template_name = "console/component_fold.html"
+
+
+@dataclass(frozen=True)
+class Tiles(Component):
+    """Numbers side by side."""
+
+    tiles: Sequence["Tile"]
+
+    template_name = "console/component_tiles.html"
+
+
+@dataclass(frozen=True)
 class Tile(Component):
     """A number with its label and one line about it. `note`: text or HTML of `widgets`."""
 

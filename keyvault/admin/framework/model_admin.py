@@ -319,6 +319,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def _detail_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.find_row(request, object_id)
         detail = self.detail(request, row)
+        in_banner = {button.url for button in detail.banner.buttons} if detail.banner else set()
         others = [other for other in self.admin_site._registry.values() if isinstance(other, ConsoleModelAdmin)]
         extras = [extra for other in others if (extra := other.extras_for(request, row)) is not None]
         context = {
@@ -336,9 +337,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "actions": [
                 {"action": action, "url": self.url_of(row, action.name)}
                 for action in self.row_actions
-                if self._is_offered(request, action, row)
+                if self._is_offered(request, action, row) and self.url_of(row, action.name) not in in_banner
             ],
-            "crumbs": self._crumbs(),
+            "crumbs": [*self._crumbs(), *detail.crumbs],
         }
         return live_page(self.admin_site, request, "detail", context, seconds=detail.refresh_seconds)
 

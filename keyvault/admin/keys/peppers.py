@@ -1,4 +1,4 @@
-"""Pepper versions in the console, as shown by `manage.py pepper_status`. Only the host creates and retires them."""
+"""Pepper versions in the console, as shown by `manage.py show_peppers`. Only the host creates and retires them."""
 
 from django.contrib import admin
 from django.db.models import QuerySet
@@ -14,7 +14,7 @@ from keyvault.services.pepper_rotation.status import PepperState, describe_versi
 from keyvault.services.peppers.ring import list_served_sets
 
 _NOTE = (
-    "A key moves to the newest version when it is used. manage.py pepper_status --list counts what depends on a "
+    "A key moves to the newest version when it is used. manage.py show_peppers --list counts what depends on a "
     "version and lists the unused keys. manage.py retire_pepper retires a version that no key depends on; rotate or "
     "revoke unused keys first."
 )

@@ -12,5 +12,5 @@ For administration of a server:
 
 bootstrap     creates and repairs mounts, policies, roles and logins
 capabilities  the logins that each kind of host needs, and their permissions
-doctor        diagnoses a host and its server; `remediation` has the texts
+diagnosis     checks a host and its server; `remediation` has the texts
 """

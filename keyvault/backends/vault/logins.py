@@ -148,7 +148,7 @@ def _intercepted(name: str, why: str, status: int | None = None) -> InterceptedL
     return InterceptedLoginError(
         "A wrapped secret id may have been intercepted.",
         internal=f"{name}: the wrapped secret id is not valid ({why}). Destroy it and create a new one: "
-        "manage.py vault_bootstrap --renew-logins",
+        "manage.py bootstrap_vault --renew-logins",
         status=status,
     )
 

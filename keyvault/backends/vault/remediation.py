@@ -1,4 +1,4 @@
-"""Texts of the doctor: the description and remedy of each problem of the server or a login."""
+"""Texts of a diagnosis: the description and remedy of each problem of the server or a login."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 from keyvault.backends.base import BackendError, BackendInvalidError, BackendUnavailableError
 from keyvault.backends.vault.logins import InterceptedLoginError
 
-BOOTSTRAP: Final = "manage.py vault_bootstrap --environment ENVIRONMENT --token-file FILE"
+BOOTSTRAP: Final = "manage.py bootstrap_vault --environment ENVIRONMENT --token-file FILE"
 
 RESTORE: Final = (
     "Do not run setup again. Check that VAULT_ADDR and KEYVAULT_VAULT_PREFIX are this installation's. If they are, "

@@ -65,7 +65,7 @@ def make_engine(
 ) -> Engine:
     """Return an engine with an empty cache. It does not use the cache until its change feed is followed."""
     ports = Ports(
-        brand=settings.KEY_PREFIX,
+        key_prefix=settings.KEY_PREFIX,
         environments=frozenset(map(Environment, settings.ENVIRONMENTS)),
         base_urls=BASE_URLS,
         generation=generation(),

@@ -110,7 +110,7 @@ class Engine:
         self._monotonic = ports.monotonic
         self._wall = ports.wall
         self._note_new_use = ports.note_new_use
-        self._key_prefix = f"{ports.brand}_"
+        self._key_opening = f"{ports.key_prefix}_"
         self._next_id = _request_ids(ports.random_bytes).__next__
         self.verify_known = self._make_verify_known()
         """Answer POST /v1/keys/verify from memory, for a grant or for a denial of a terminated key.
@@ -316,7 +316,7 @@ class Engine:
                 name is not UNSET and request.origin is UNSET and request.merchant is UNSET and request.store is UNSET
             )
         clean_agent = self._clean_texts.get(agent) if agent else ""
-        if (agent and clean_agent is None and self._key_prefix in agent) or (origin and self._key_prefix in origin):
+        if (agent and clean_agent is None and self._key_opening in agent) or (origin and self._key_opening in origin):
             return None  # a text that may contain a key is stored masked only
         eligible: EligibleKey | None = entry.derived
         if (
@@ -463,7 +463,10 @@ class Engine:
                 entry.is_referenced = True  # only entries that are used again survive eviction
                 return entry
         keystring = read_key(
-            text, environment=_ENVIRONMENTS[environment], brand=self.ports.brand, base_urls=self.ports.base_urls
+            text,
+            environment=_ENVIRONMENTS[environment],
+            key_prefix=self.ports.key_prefix,
+            base_urls=self.ports.base_urls,
         )
         if not isinstance(keystring, KeyString):
             return None
@@ -573,7 +576,7 @@ class Engine:
         if entry is None or entry.record is not record or token is None or token.record is not proved:
             return
         context = f"{verdict.user_agent} {verdict.source} {verdict.origin}"
-        if self._key_prefix in context or SHAPED.search(context) is not None:
+        if self._key_opening in context or SHAPED.search(context) is not None:
             return  # a text that may contain a key is stored masked only
         (tag,) = self.request_tags(authorization, [body])
         self.memory.cache_denial(tag, CachedDenial(token, entry, rules, verdict))

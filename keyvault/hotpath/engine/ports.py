@@ -63,7 +63,7 @@ class Ports:
     them where the frontend may block.
     """
 
-    brand: str
+    key_prefix: str
     environments: frozenset[Environment]
     base_urls: Mapping[Environment, str]
     generation: GenerationSource

@@ -31,7 +31,7 @@ class CachedSources:
     """Sources of one judgement: memory while it is fresh, and the data read for this request."""
 
     def __init__(self, engine: Engine, pending: PendingRequest, may_remember: bool) -> None:
-        self.brand = engine.ports.brand
+        self.key_prefix = engine.ports.key_prefix
         self.base_urls = engine.ports.base_urls
         self.may_remember = may_remember
         self.now = pending.at
@@ -55,7 +55,7 @@ class CachedSources:
         return found if isinstance(found, CustomerRecord) else None
 
     def prove_service(self, presented: str | None) -> Service | None:
-        keystring = read_service_token(presented, self.brand)
+        keystring = read_service_token(presented, self.key_prefix)
         if keystring is None:
             return None
         ports = self._engine.ports

@@ -22,7 +22,7 @@ class Command(JsonCommand):
     )
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--public-key", type=Path, help="file of public keys (manage.py audit_public_key)")
+        parser.add_argument("--public-key", type=Path, help="file of public keys (manage.py show_audit_keys)")
         parser.add_argument("--checkpoints", type=Path, help="file of checkpoints of earlier exports, to compare with")
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,5 +23,5 @@ class Command(PepperSetMixin):
         return (
             f"{answer['set']} pepper {answer['version']} is created. Every process loads it automatically. When all "
             f"have, after {PROPAGATION.seconds} seconds at the earliest, new digests use it, and a key moves to it "
-            "when it is used. See pepper_status."
+            "when it is used. See show_peppers."
         )

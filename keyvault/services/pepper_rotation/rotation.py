@@ -70,10 +70,10 @@ def rotate_pepper(grant: Grant, pepper_set: PepperSet) -> PepperVersion:
             # Lock the previous version, so that the second of two concurrent runs sees the first one's row.
             PepperVersion.objects.select_for_update(no_key=True).get(pk=newest.pk)
             if PepperVersion.objects.filter(pepper_set=pepper_set, number__gt=newest.number).exists():
-                raise StateConflictError("Another run has created a new version concurrently. Check pepper_status.")
+                raise StateConflictError("Another run has created a new version concurrently. Check show_peppers.")
             row.save()
     except DatabaseIntegrityError as error:
-        raise StateConflictError("Another run is creating a new version concurrently. Check pepper_status.") from error
+        raise StateConflictError("Another run is creating a new version concurrently. Check show_peppers.") from error
     return row
 
 
@@ -252,7 +252,7 @@ def _require_unused(row: PepperVersion, now: datetime) -> None:
     if usage:
         raise PepperInUseError(
             f"The version is in use: {usage}. A key moves to the newest pepper when it is used; rotate or revoke "
-            "unused keys (pepper_status --list). The worker reseals webhook secrets. Customer access tokens and sealed "
+            "unused keys (show_peppers --list). The worker reseals webhook secrets. Customer access tokens and sealed "
             "replies expire."
         )
 
@@ -291,7 +291,7 @@ def _count_sealed_answers(environment: Environment | None, number: int, now: dat
 def _find_version(pepper_set: PepperSet, number: int) -> PepperVersion:
     row: PepperVersion | None = PepperVersion.objects.filter(pepper_set=pepper_set, number=number).first()
     if row is None:
-        raise NotFoundError(f"Unknown {pepper_set} pepper version {number}. Use one that pepper_status lists.")
+        raise NotFoundError(f"Unknown {pepper_set} pepper version {number}. Use one that show_peppers lists.")
     return row
 
 

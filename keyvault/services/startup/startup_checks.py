@@ -145,11 +145,11 @@ def _load_peppers() -> None:
         except BackendError as error:
             why = error.internal or error.detail
             _log.error(
-                "not ready: peppers cannot be read yet; run: manage.py vault_doctor",
+                "not ready: peppers cannot be read yet; run: manage.py check_vault",
                 extra={"set": pepper_set, "why": why},
             )
         except KeyvaultError as error:
-            raise ImproperlyConfigured(f"{error.detail} ({error.internal}); run: manage.py pepper_status") from error
+            raise ImproperlyConfigured(f"{error.detail} ({error.internal}); run: manage.py show_peppers") from error
 
 
 def require_triggers() -> None:

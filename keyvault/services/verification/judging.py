@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 class DatabaseSources:
     """Judgement inputs from the database: records are always read, and the process's limiter counts the limits."""
 
-    brand: str = settings.KEY_PREFIX
+    key_prefix: str = settings.KEY_PREFIX
     base_urls: Mapping[Environment, str] = BASE_URLS
 
     def peppers(self, environment: Environment) -> Peppers:

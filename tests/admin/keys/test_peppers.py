@@ -40,7 +40,7 @@ def test_pepper_pages_show_each_version_and_count_no_keys(desk: Desk) -> None:
         page = shown(desk, 2)
     assert not [query for query in queries if "keyvault_key" in query["sql"]]
     assert "Used for digests now yes" in page
-    assert "pepper_status --list counts what depends on a version" in page
+    assert "show_peppers --list counts what depends on a version" in page
     listed = text_of(browser(desk.admin).get(address("keyvault_pepperversion_changelist")))
     assert "sandbox 2" in listed
     assert "service 1" in listed

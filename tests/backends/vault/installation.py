@@ -47,7 +47,7 @@ class InstalledVault:
 
 @contextmanager
 def installed(running: Reachable, folder: Path) -> Iterator[InstalledVault]:
-    """Install with `vault_bootstrap`'s own code and a secret id per login; uninstall everything afterwards."""
+    """Install with `bootstrap_vault`'s own code and a secret id per login; uninstall everything afterwards."""
     layout = Layout(f"t{secrets.token_hex(4)}")
     server = VaultServer(running.address)
     admin = open_client(server, Plaintext(running.root_token))

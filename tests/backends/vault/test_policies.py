@@ -202,7 +202,7 @@ def test_policy_of_the_issuer_without_check_and_set_writes_nothing(installed_vau
 
 
 def test_capabilities_equal_the_doctors_table(installed_vault: InstalledVault) -> None:
-    """The doctor's table and the policies agree in both directions."""
+    """The table of the diagnosis and the policies agree in both directions."""
     for role, scope in LOGINS:
         client = _logged_in(installed_vault, installed_vault.layout.login(role, scope))
         wanted = wanted_capabilities(installed_vault.layout, role, scope)

@@ -238,7 +238,7 @@ def test_upgrade_is_ignored_and_the_next_request_follows(server: Served) -> None
 
 def test_known_keeps_no_key_of_a_host_or_request_line() -> None:
     """Not even the shortest key, which a client sent in the wrong place, stays in memory."""
-    known, key = RequestLine(), mint(brand="a").encode()
+    known, key = RequestLine(), mint(key_prefix="a").encode()
     assert known.is_host(key)
     assert known.read_line(b"GET /" + key + b" HTTP/1.1\r") is not None
     assert (known.hosts, known.lines) == (set(), {})

@@ -97,10 +97,10 @@ def test_process_without_the_backend_delays_the_new_pepper_and_refuses_no_key(sc
     assert [verdict_of_the_other(text) for _, text in keys] == [None] * 3
 
 
-def test_pepper_status_names_lagging_processes(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_peppers_names_lagging_processes(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     reporter("slow-web-1", peppers={"sandbox": 1})
     rotate()
-    call_command("pepper_status")
+    call_command("show_peppers")
     assert "not loaded by: slow-web-1" in capsys.readouterr().out
 
 

@@ -55,7 +55,7 @@ def put_foreign_pepper(number: int) -> None:
 def status() -> tuple[int, str]:
     output, code = StringIO(), 0
     try:
-        call_command("pepper_status", "--json", stdout=output)
+        call_command("show_peppers", "--json", stdout=output)
     except SystemExit as end:
         code = int(str(end.code))
     return code, output.getvalue()
@@ -116,7 +116,7 @@ def test_pepper_of_a_killed_rotation_is_listed_without_a_fault() -> None:
     code, report = status()
     assert (code, json.loads(report)["rowless"]) == (0, [{"pepper_set": "sandbox", "number": 2, "fault": ""}])
     output = StringIO()
-    call_command("pepper_status", stdout=output)
+    call_command("show_peppers", stdout=output)
     assert "sandbox 2  in the secret backend, unknown to the database" in output.getvalue()
     assert rotate().number == 2
     assert json.loads(status()[1])["rowless"] == []

@@ -42,7 +42,7 @@ def token_of(key: Key, customer_id: str = "alice", ttl_seconds: int | None = Non
 
 
 def judge(text: Plaintext, key: Key) -> Customer | CustomerFault:
-    keystring = read_customer_token(text.reveal(), environment=SANDBOX, brand="kv")
+    keystring = read_customer_token(text.reveal(), environment=SANDBOX, key_prefix="kv")
     assert not isinstance(keystring, CustomerFault)
     record = find_customer_record(keystring.key_id)
     return judge_customer_token(keystring, record, holder_of(key), load_peppers(PEPPER_SET[SANDBOX]), now())

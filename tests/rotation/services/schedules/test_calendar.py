@@ -219,7 +219,7 @@ def test_calendar_of_a_merchant_reads_the_rows_of_its_accounts_in_order(clock: C
 
 def output_of(*arguments: str) -> str:
     out = io.StringIO()
-    call_command("rotation_calendar", *arguments, stdout=out)
+    call_command("list_schedule_dates", *arguments, stdout=out)
     return out.getvalue()
 
 
