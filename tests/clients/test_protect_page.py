@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -74,7 +75,17 @@ def service(tmp_path: Path, transactional_db: None) -> Iterator[Service]:
 
 
 def variables(service: Service) -> dict[str, str]:
-    return {**os.environ, "URL": service.url, "SERVICE_TOKEN": service.token, "CHECKOUT": str(ROOT)}
+    """Return the environment of a reader of the page who has installed what it says, the Python client included."""
+    own = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+    return own | {
+        "URL": service.url,
+        "SERVICE_TOKEN": service.token,
+        "CHECKOUT": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT / 'clients' / 'python'}:{ROOT}",
+        "PYTHONUNBUFFERED": "1",
+        "GOFLAGS": "-buildvcs=false",
+    }
 
 
 @contextmanager
@@ -89,7 +100,7 @@ def running(section: Section, folder: Path, service: Service, ports: dict[str, i
         process = subprocess.Popen(
             ["/bin/bash", "-euc", commands],
             cwd=folder,
-            env=variables(service) | {"GOFLAGS": "-buildvcs=false", "PYTHONUNBUFFERED": "1"},
+            env=variables(service),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -163,6 +174,14 @@ def test_page_go_example_runs_as_pasted(service: Service, tmp_path: Path) -> Non
     need("go", found=shutil.which("go") is not None)
     ports = {"9000": find_free_port()}
     with running(read_section("Go"), tmp_path / "shop", service, ports) as log:
+        check(ports["9000"], service, Path(log))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("heading", ["Django", "FastAPI", "Flask"])
+def test_page_python_example_runs_as_pasted(service: Service, tmp_path: Path, heading: str) -> None:
+    ports = {"9000": find_free_port()}
+    with running(read_section(heading), tmp_path / "shop", service, ports) as log:
         check(ports["9000"], service, Path(log))
 
 
