@@ -44,12 +44,13 @@ class ServiceAddress:
         self.environment = environment
         self.token = as_plaintext(service_token)
         if kind_and_scope(self.token)[0] != "svc":
-            raise RefusedError(
-                "The service token is not one. A service token begins like kv_svc_.", refusal="key"
-            )
+            raise RefusedError("The service token is not one. A service token begins like kv_svc_.", refusal="key")
 
     def send(self, method: str, path: str, body: bytes, timeout: float) -> Send:
-        headers = {"Authorization": Plaintext(f"Bearer {self.token.reveal()}"), "Content-Type": "application/json"}
+        headers: dict[str, str | Plaintext] = {
+            "Authorization": Plaintext(f"Bearer {self.token.reveal()}"),
+            "Content-Type": "application/json",
+        }
         return Send(method, self.url + path, headers, body, time.monotonic() + timeout)
 
 
@@ -204,7 +205,7 @@ def read_identity(members: dict[str, Any], environment: str) -> Identity | None:
     customer_id = members.get("customer_id")
     if not all(isinstance(text, str) and text for text in texts) or not isinstance(customer_id, str | None):
         return None
-    identity = Identity(*map(str, texts), customer_id=customer_id or None)
+    identity = Identity(*map(str, texts), customer_id or None)
     is_valid = identity.environment == environment and identity.kind in {"private", "public"}
     return identity if is_valid else None
 
