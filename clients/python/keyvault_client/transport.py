@@ -20,7 +20,7 @@ import httpx
 from keyvault.domain.plaintext import Plaintext
 from keyvault_client.effects import Effect, Failure, ReadKey, Reply, Send, Steps, Wait, _Result
 
-MAX_REPLY_BYTES = 1 << 20
+MAX_REPLY_BYTES = 4 << 20
 """Maximum size of a reply's body. The service's largest reply is smaller."""
 
 _KEEP_ALIVE_SECONDS = 30.0
