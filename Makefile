@@ -6,7 +6,7 @@ PORT ?= 8000
 ARGS ?=
 SELECTION :=
 BIN = $(VENV)/bin
-CODE = keyvault rotation tests manage.py deploy/compose/make_secrets.py
+CODE = keyvault rotation tests clients/python manage.py deploy/compose/make_secrets.py
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
