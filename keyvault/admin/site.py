@@ -38,6 +38,13 @@ from keyvault.admin.account.single_sign_on import begin, finish
 from keyvault.admin.catalog.catalog import CatalogEndpointAdmin
 from keyvault.admin.catalog.limits import LimitOverrideAdmin
 from keyvault.admin.framework.actions import CreateAction, RowAction
+from keyvault.admin.framework.attention import (
+    URGENT_TONES,
+    Found,
+    attention_context,
+    count_by_entry,
+    find_ids,
+)
 from keyvault.admin.framework.enforcement import grant_for, operator_of
 from keyvault.admin.framework.menu import ENTRIES, ConsolePage, Section, build_menu, page_route
 from keyvault.admin.framework.middleware import ViewT, open_before_sign_in
@@ -304,18 +311,25 @@ class ConsoleSite(AdminSite):
     # --- the front page and the frame ---------------------------------------------------------------------
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
-        model_admins = [model_admin for model_admin in self._model_admins() if model_admin.has_view_permission(request)]
-        items = [item for model_admin in model_admins for item in model_admin.attention_items(request)]
-        items.sort(key=lambda item: item.tone != "alarm")
         context = {
             "title": self.index_title,
-            "attention_items": [item for item in items if item.count],
-            "empty_items": [item for item in items if not item.count],
             "create_links": [
                 link for model_admin in self._model_admins() for link in model_admin.create_links(request)
             ],
+            **attention_context(request, self._attention(request, is_complete=True)),
         }
         return page(self, request, "index", context)
+
+    def _attention(self, request: HttpRequest, *, is_complete: bool = False) -> Found:
+        """Return what needs attention, read once per request; without `is_complete` only what the operator can do."""
+        known: Found | None = getattr(request, "console_attention", None)
+        if known is None:
+            viewable = (each for each in self._model_admins() if each.has_view_permission(request))
+            items = [item for model_admin in viewable for item in model_admin.attention_items(request)]
+            chosen = [item for item in items if is_complete or item.tone in URGENT_TONES]
+            known = list(zip(chosen, find_ids(request, chosen), strict=True))
+            request.console_attention = known  # type: ignore[attr-defined]  # read back above
+        return known
 
     def search_page(self, request: HttpRequest) -> HttpResponse:
         return page(self, request, "search", {"title": "Search", "search_words": request.GET.get("q", "")[:200]})
@@ -346,7 +360,8 @@ class ConsoleSite(AdminSite):
         """Return the menu of what the operator may view. Pages are the first tabs of their entry."""
         tabs = [(each.menu, each.tab_for(request)) for each in self._pages]
         tabs += [(model_admin.menu, model_admin.menu_tab(request)) for model_admin in self._model_admins()]
-        return build_menu([(entry, tab) for entry, tab in tabs if tab is not None])
+        counts = count_by_entry(self._attention(request))
+        return build_menu([(entry, tab) for entry, tab in tabs if tab is not None], counts)
 
     def get_log_entries(self, request: HttpRequest) -> QuerySet[LogEntry]:
         """Return nothing: the audit chains replace Django's change log."""
