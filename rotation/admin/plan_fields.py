@@ -288,8 +288,9 @@ def is_deviation(field: PlanField, value: Any, environment: Environment) -> bool
     """Whether the plan has another value than the default, where the default is one value of the environment."""
     if field.type in NUMBERS and environment in field.defaults and not field.production_rule:
         return bool(value != field.defaults[environment])
-    default = getattr(PlanOverrides(), field.name)
-    return has_fixed_default(field) and bool(value != default)
+    if field.type is FieldType.TEXT or not has_fixed_default(field):
+        return False
+    return bool(value != getattr(PlanOverrides(), field.name))
 
 
 def format_window(window: Window) -> str:
