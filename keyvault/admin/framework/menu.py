@@ -1,6 +1,6 @@
 """The console's menu: by work, not by table. Each page and model admin names the entry under which it is found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,7 +60,6 @@ class Tab:
     label: str
     url: str
     path: str
-    count: str = ""
 
     @property
     def is_current(self) -> bool:
@@ -73,6 +72,7 @@ class Entry:
 
     label: str
     tabs: Sequence[Tab]
+    count: str = ""
 
     @property
     def url(self) -> str:
@@ -81,10 +81,6 @@ class Entry:
     @property
     def is_current(self) -> bool:
         return any(tab.is_current for tab in self.tabs)
-
-    @property
-    def count(self) -> str:
-        return next((tab.count for tab in self.tabs if tab.count), "")
 
     @property
     def is_urgent(self) -> bool:
@@ -97,15 +93,18 @@ class Section:
     entries: Sequence[Entry]
 
 
-def build_menu(tabs: Sequence[tuple[str, Tab]]) -> list[Section]:
+def build_menu(tabs: Sequence[tuple[str, Tab]], counts: Mapping[str, str]) -> list[Section]:
     """Return the sections of the menu that have a page.
 
     Args:
         tabs: each with its entry, in the order of the tabs.
+        counts: number of rows that need the operator, by entry.
     """
     sections = []
     for title, labels in MENU.items():
-        found = [Entry(label, [tab for entry, tab in tabs if entry == label]) for label in labels]
+        found = [
+            Entry(label, [tab for entry, tab in tabs if entry == label], counts.get(label, "")) for label in labels
+        ]
         entries = [entry for entry in found if entry.tabs]
         if entries:
             sections.append(Section(title, entries))

@@ -1,7 +1,7 @@
 """HTML for the values on console pages: states, times, ids and links. This module escapes every value."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -83,21 +83,6 @@ class Extras:
 
     links: Sequence[Link] = ()
     sections: Sequence[Any] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionItem:
-    """Rows that need the operator's attention.
-
-    `lines` shows the first few. `count`: all of them, or the maximum that is counted, and then `has_more`.
-    """
-
-    title: str
-    url: str
-    count: int
-    lines: Sequence["Line"] = field(default_factory=tuple)
-    tone: str = "plain"
-    has_more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
 """Verify an exported audit log on a machine that the service's owner does not control.
 
     manage.py export_audit > log.jsonl            on the service's host
-    python -m keyvault.client.audit_check log.jsonl --public-key keys.json [--kept kept.jsonl]
+    python -m keyvault_client.audit_check log.jsonl --public-key keys.json [--kept kept.jsonl]
 
-Requires Python, the package `cryptography`, and the folders keyvault/domain and keyvault/client; no Django, no
-database, no network.
+Requires this package with its extra `audit` (`pip install keyvault_client[audit]`); no Django, no database, no network.
 
 - `keys.json`: the output of `manage.py show_audit_keys`. Auditors with a Vault login compare it with the Vault's own
   copy (`bao read <prefix>-anchor-<scope>/keys/audit`).
@@ -30,9 +29,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from keyvault.client.export_check import ExportCheck, ExportError, ScopeCheck
 from keyvault.domain.audit_records import gather_kept, parse_public_keys, parse_record
 from keyvault.domain.timestamps import format_timestamp
+from keyvault_client.export_check import ExportCheck, ExportError, ScopeCheck
 
 PROVES = (
     "No entry was edited, moved, added or removed after a checkpoint signed it, except by a holder of the signing key."
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m keyvault.client.audit_check", description="Verify an exported audit log.", epilog=PROVES
+        prog="python -m keyvault_client.audit_check", description="Verify an exported audit log.", epilog=PROVES
     )
     parser.add_argument("export", type=Path, help="file written by manage.py export_audit")
     parser.add_argument(
