@@ -194,7 +194,7 @@ def test_scope_pages_have_each_row_once_in_any_order(
     assert [pk for each in pages for pk in each] == whole
 
 
-@pytest.mark.parametrize("cursor", ["2", "x" * 300, "WyJhIl0:forged", "%00"])
+@pytest.mark.parametrize("cursor", ["2", "x" * 300, "WyJhIl0:forged"])
 def test_scope_list_with_an_invalid_cursor_is_the_first_page(desk: Desk, cursor: str) -> None:
     """Guarantee: no client chooses the values that a list is compared with."""
     made = request_key(desk.production, by=desk.tam)
