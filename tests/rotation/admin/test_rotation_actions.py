@@ -126,7 +126,7 @@ def test_emergency_is_first_on_the_front_page_and_can_be_rejected(desk: Desk) ->
     assert "Emergency rotations to approve" in text_of(client.get("/admin/"))
     assert "Emergency rotations awaiting approval" in text_of(browser(desk.tam).get("/admin/"))
     shown = text_of(client.get(page(row)))
-    assert '<span class="step-label">emergency</span>' in shown
+    assert 'aria-current="step">emergency' in shown
     assert send(row, "reject", client, why="wrong credential").status_code == 302
     assert get_rotation(row.pk).state == S.REJECTED
     assert "Emergency rotations" not in text_of(client.get("/admin/")).split("No items:")[0]
@@ -146,7 +146,7 @@ def test_bypass_explains_itself_and_requires_a_reason(desk: Desk) -> None:
     client = browser(desk.responder)
     shown = text_of(client.get(page(row, "bypass")))
     assert "This is break-glass" in shown
-    assert "action-danger" in shown
+    assert "button-danger" in shown
     assert row.plan_digest in shown
     assert send(row, "bypass", client, reason="").status_code == 400
     assert send(row, "bypass", client, reason="  \t").status_code == 400
@@ -211,8 +211,8 @@ def test_roll_back_after_delivery_redelivers_the_old_key(desk: Desk) -> None:
         "active",
     )
     shown = text_of(client.get(page(row)))
-    assert '<span class="step-label">rolling back</span>' in shown
-    assert '<span class="step-label">rolled back</span>' in shown
+    assert '">rolling back' in shown
+    assert '">rolled back' in shown
     assert "Users of the replacement" in shown
     assert "Old key written back" in shown
 
