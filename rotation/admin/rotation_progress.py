@@ -9,7 +9,7 @@ from typing import Any
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from keyvault.admin.framework.charts import LineChart, Marker, Series
+from keyvault.admin.framework.charts import LineChart, Marker, Series, Tick, default_ticks
 from keyvault.admin.framework.components import Banner, Card, Check, Checks
 from keyvault.admin.framework.widgets import Link, Table, duration, identifier, moment, mono, seconds
 from keyvault.domain.keys import KeyKind
@@ -153,7 +153,8 @@ def traffic_card(row: Rotation, now: datetime) -> Card | None:
         if at is not None and since <= at <= until
     ]
     title = f"Requests per {_name_step(step)}"
-    chart = LineChart(f"{title} with the old key and the replacement", lines, moments, markers=markers)
+    ticks = default_ticks(moments) if row.closed_at else [*default_ticks(moments)[:-1], Tick(1, "now")]
+    chart = LineChart(f"{title} with the old key and the replacement", lines, moments, ticks, markers)
     return Card(f"{title} (UTC)", chart, chart.legend)
 
 

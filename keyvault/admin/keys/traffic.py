@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 
-from keyvault.admin.framework.charts import LineChart, Series, Sparkline
+from keyvault.admin.framework.charts import LineChart, Series, Sparkline, Tick, default_ticks
 from keyvault.admin.framework.components import Card
 from keyvault.models import Key
 from keyvault.services.usage.series import choose_step, count_uses_by_key, floor
@@ -28,7 +28,8 @@ def traffic_card(keys: Sequence[Key]) -> Card | None:
     moments = [f"{since + step * index:%H:%M}" for index in range(len(series[0].values))]
     minutes = int(step.total_seconds() // 60)
     title = "Requests per hour" if minutes == 60 else f"Requests per {minutes} minutes"
-    chart = LineChart(f"{title} in the last 24 hours (UTC)", series, moments)
+    ticks = [*default_ticks(moments)[:-1], Tick(1, "now")]
+    chart = LineChart(f"{title} in the last 24 hours (UTC)", series, moments, ticks)
     return Card(f"{title}, last 24 h (UTC)", chart, chart.legend)
 
 
