@@ -68,6 +68,8 @@ ANY_ROLE = frozenset(P)
 
 MATRIX: dict[str, frozenset[P]] = {
     "index": ANY_ROLE,
+    "search": ANY_ROLE,
+    "environment": ANY_ROLE,
     "everything else": ANY_ROLE,
     "second_factors": ANY_ROLE,
     "add_totp": ANY_ROLE,
