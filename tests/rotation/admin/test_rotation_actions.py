@@ -212,15 +212,9 @@ def test_roll_back_after_delivery_redelivers_the_old_key(desk: Desk) -> None:
         "active",
     )
     shown = text_of(client.get(page(row)))
-<<<<<<< HEAD
     assert 'aria-current="step">rolling back' in shown
     assert ">rolled back<" in shown
     assert "Who still uses the replacement" in shown
-=======
-    assert '">rolling back' in shown
-    assert '">rolled back' in shown
-    assert "Users of the replacement" in shown
->>>>>>> frame
     assert "Old key written back" in shown
 
 
