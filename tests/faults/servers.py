@@ -155,8 +155,9 @@ def _find_prometheus() -> Path | None:
 
 
 def _find_rabbitmq() -> Path | None:
+    """Return the server's own script. Debian's on PATH is a parent of it, which would be killed instead."""
     found = shutil.which("rabbitmq-server")
-    choices = (*([Path(found)] if found else []), Path("/usr/lib/rabbitmq/bin/rabbitmq-server"))
+    choices = (Path("/usr/lib/rabbitmq/bin/rabbitmq-server"), *([Path(found)] if found else []))
     return next((path for path in choices if path.exists()), None)
 
 

@@ -2,7 +2,8 @@
 
 It forwards from the loopback port FROM to the port TO. It reads commands from its input, one per line, and writes
 `done` after each: `hold` stops forwarding without closing a connection; `go` forwards what was held and continues;
-`cut` resets every connection. It ends with its input.
+`cut` resets every connection; `delay SECONDS` delays what is sent from then on, in each direction. It ends with its
+input.
 """
 
 import asyncio
@@ -59,6 +60,7 @@ class _Ends:
         self._to = to
         self._is_open = asyncio.Event()
         self._is_open.set()
+        self._delay_seconds = 0.0
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -88,6 +90,8 @@ class _Ends:
         with suppress(OSError):
             while data := await reader.read(_CHUNK_BYTES):
                 await self._is_open.wait()
+                if self._delay_seconds:
+                    await asyncio.sleep(self._delay_seconds)
                 writer.write(data)
                 await writer.drain()
             # The end of a connection is not forwarded on hold either.
@@ -98,6 +102,8 @@ class _Ends:
             self._is_open.clear()
         elif word == "go":
             self._is_open.set()
+        elif word.startswith("delay "):
+            self._delay_seconds = float(word.removeprefix("delay "))
         else:
             for writer in list(self._writers):
                 wire: socket.socket = writer.get_extra_info("socket")

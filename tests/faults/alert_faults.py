@@ -1,0 +1,240 @@
+"""The faults, with the alerts that each of them fires, and the alerts that no fault fires."""
+
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http.cookiejar import CookieJar
+from shutil import disk_usage
+from urllib.error import HTTPError
+from urllib.parse import urlencode
+from urllib.request import HTTPCookieProcessor, build_opener
+
+from django.db import connection, transaction
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.errors import StateConflictError
+from keyvault.management.service import local_url
+from keyvault.models import WebhookDelivery
+from keyvault.models.idempotency import IdempotentRequest
+from keyvault.services.approvals.inbox import mark_all_seen
+from keyvault.services.keys.lifecycle import suspend_key
+from rotation.domain.events import RotationState as S
+from rotation.domain.plan_fields import Proof
+from rotation.models import Rotation
+from tests.factories import grant
+from tests.faults.alert_stage import Stage
+from tests.faults.programs import until
+from tests.rotation import scene
+
+STEP_SECONDS = 60
+GUESSES = 70
+DELAY_SECONDS = 0.2
+ALMOST_FULL_BYTES = 128 * 1024 * 1024
+"""Free space on an almost full disk: less than the rule demands, more than the reserve needs."""
+
+Cause = Callable[[Stage], Callable[[], object]]
+"""Cause a fault, and return how to undo it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`needs_disk`: it needs a small file system. `is_restarting`: programs that end during the fault are restarted."""
+
+    alerts: frozenset[str]
+    cause: Cause
+    needs_disk: bool = False
+    is_restarting: bool = True
+
+
+def _kill(name: str) -> Cause:
+    def cause(stage: Stage) -> Callable[[], object]:
+        stage.kill(name)
+        return stage.supervisor.restart_ended
+
+    return cause
+
+
+def _kill_worker(stage: Stage) -> Callable[[], object]:
+    """Kill the worker, and let a webhook message wait for it."""
+    undo = _kill("worker")(stage)
+    stage.revoke(stage.issue_key())
+    return undo
+
+
+def _stop(name: str) -> Cause:
+    def cause(stage: Stage) -> Callable[[], object]:
+        server = stage.asked.servers[name]
+        server.stop(signal.SIGINT if name == "postgres" else signal.SIGKILL)
+        return server.start
+
+    return cause
+
+
+def _lose_log(stage: Stage) -> Callable[[], object]:
+    aside = stage.log.with_name("aside")
+    stage.log.rename(aside)
+    return lambda: aside.rename(stage.log)
+
+
+def _make_log_read_only(stage: Stage) -> Callable[[], object]:
+    """Make the file system of the revocation log read-only, and revoke a key."""
+
+    def remount(option: str) -> None:
+        command = ["mount", "-o", f"remount,{option}", str(stage.disk)]
+        subprocess.run(command, check=True)
+
+    remount("ro")
+    stage.revoke_through_server()
+    return lambda: remount("rw")
+
+
+def _step_clock(stage: Stage) -> Callable[[], object]:
+    stage.clock.write_text("30")
+    return lambda: stage.clock.write_text("0")
+
+
+def _fill_disk(left_bytes: int) -> Cause:
+    def cause(stage: Stage) -> Callable[[], object]:
+        assert stage.disk is not None
+        filler = stage.disk / "filler"
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while not left_bytes or disk_usage(stage.disk).free > left_bytes:
+                file.write(bytes(1 << 20))
+        return filler.unlink
+
+    return cause
+
+
+def _stall_rotation(stage: Stage) -> Callable[[], object]:
+    plan = {"proof": Proof.TRAFFIC, "proof_count": 2, "proof_sources": 1}
+    rotation = scene.rotate(stage.merchant.credential, datetime.now(UTC), **plan)
+    mine = Rotation.objects.filter(pk=rotation.pk)
+    until("a delivered replacement", lambda: mine.filter(state=S.AWAITING_PROOF).exists(), STEP_SECONDS)
+    rotation = mine.get()
+    suspend_key(grant(scene.admin(), P.KEYS_SUSPEND, stage.account), rotation.predecessor)
+    until("the rotation to stall", lambda: mine.filter(state=S.STALLED).exists(), STEP_SECONDS)
+    return lambda: None
+
+
+def _refuse_webhooks(stage: Stage) -> Callable[[], object]:
+    """Answer webhooks of merchants and of alarms with 500; a message of a merchant has been tried for long enough."""
+    stage.hooks.status = 500
+    with transaction.atomic():
+        stage.revoke(stage.issue_key())
+        WebhookDelivery.objects.filter(state="due").update(give_up_at=datetime.now(UTC))
+
+    def undo() -> None:
+        stage.hooks.status = 200
+
+    return undo
+
+
+def _guess_password(stage: Stage) -> Callable[[], object]:
+    """Try many passwords of an operator; nobody acknowledges the alarm about it."""
+    with suppress(StateConflictError):
+        mark_all_seen(grant(scene.approver(), P.NOTICES_MARK), datetime.now(UTC))
+    url = f"{local_url(stage.port)}/admin/login/"
+    browser = build_opener(HTTPCookieProcessor(CookieJar()))
+    page = browser.open(url, timeout=30).read().decode()
+    (token,) = re.findall(r'name="csrfmiddlewaretoken" value="(\w+)"', page)[:1]
+    for number in range(GUESSES):
+        fields = {"username": scene.admin().username, "password": f"guess {number}", "csrfmiddlewaretoken": token}
+        with suppress(HTTPError):
+            browser.open(url, urlencode(fields).encode(), timeout=30).close()
+    return lambda: mark_all_seen(grant(scene.approver(), P.NOTICES_MARK), datetime.now(UTC))
+
+
+def _lose_keystore(stage: Stage) -> Callable[[], object]:
+    """Move the secret backend away, and revoke a key: neither the anchor nor a signature can be written."""
+    keystore = stage.asked.folder / "keystore.sqlite3"
+    aside = keystore.with_name("aside.sqlite3")
+    key = stage.issue_key()
+    keystore.rename(aside)
+    stage.revoke(key)
+    return lambda: aside.rename(keystore)
+
+
+def _rename_table(stage: Stage) -> Callable[[], object]:
+    """Take a table away that requests and the deletion of old rows need, as after a restore of some tables."""
+    table = IdempotentRequest._meta.db_table
+
+    def rename(name: str, to: str) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(f"ALTER TABLE {name} RENAME TO {to}")
+
+    rename(table, f"{table}_aside")
+    return lambda: rename(f"{table}_aside", table)
+
+
+def _slow_down_database(stage: Stage) -> Callable[[], object]:
+    stage.wire.order(f"delay {DELAY_SECONDS}")
+    return lambda: stage.wire.order("delay 0")
+
+
+def _seal(stage: Stage) -> Callable[[], object]:
+    """Seal the Vault, and revoke a key: the worker needs its token for the anchor, and cannot renew it."""
+    assert stage.vault is not None
+    key = stage.issue_key()
+    stage.vault.seal()
+    stage.revoke(key)
+    return stage.vault.unseal
+
+
+def _seal_and_restart(stage: Stage) -> Callable[[], object]:
+    undo = _seal(stage)
+    stage.kill("worker")
+    return undo
+
+
+ON_HOSTS: Mapping[str, Fault] = {
+    "the worker is killed while work is due": Fault(
+        frozenset({"KeyvaultProcessLost", "KeyvaultTargetDown", "KeyvaultQueueDelayed"}),
+        _kill_worker,
+        is_restarting=False,
+    ),
+    "beat is killed": Fault(
+        frozenset({"KeyvaultProcessLost", "KeyvaultTargetDown"}), _kill("beat"), is_restarting=False
+    ),
+    "Redis is lost": Fault(frozenset({"KeyvaultRedisUnavailable", "KeyvaultLimitStoreLost"}), _stop("redis")),
+    "PostgreSQL is lost": Fault(
+        frozenset({"KeyvaultDatabaseUnavailable", "KeyvaultChangeFeedStale", "KeyvaultServerErrors"}),
+        _stop("postgres"),
+    ),
+    "the revocation log is lost": Fault(frozenset({"KeyvaultRevocationLogMissing"}), _lose_log),
+    "the revocation log is read-only": Fault(
+        frozenset({"KeyvaultRevocationLogFailing"}), _make_log_read_only, needs_disk=True
+    ),
+    "a clock is wrong": Fault(frozenset({"KeyvaultClockDiffers"}), _step_clock),
+    "a disk is almost full": Fault(
+        frozenset({"KeyvaultDiskAlmostFull"}), _fill_disk(ALMOST_FULL_BYTES), needs_disk=True
+    ),
+    "a disk is full": Fault(frozenset({"KeyvaultDiskFull"}), _fill_disk(0), needs_disk=True),
+}
+
+AT_WORK: Mapping[str, Fault] = {
+    "webhooks are answered with 500": Fault(
+        frozenset({"KeyvaultWebhooksGivenUp", "KeyvaultAlarmsUndelivered"}), _refuse_webhooks
+    ),
+    "a password is guessed": Fault(
+        frozenset({"KeyvaultSignInRefusals", "KeyvaultAlarmsUnacknowledged"}), _guess_password
+    ),
+    "the keystore is lost": Fault(frozenset({"KeyvaultRevocationAnchorLate", "KeyvaultAuditUnsigned"}), _lose_keystore),
+    "a table is missing": Fault(frozenset({"KeyvaultServerErrors", "KeyvaultTaskFailing"}), _rename_table),
+    "the database is slow": Fault(frozenset({"KeyvaultVerifySlow"}), _slow_down_database),
+    # The last one: the rotation stays stalled.
+    "a rotation stalls": Fault(frozenset({"KeyvaultRotationStalled"}), _stall_rotation),
+}
+
+ON_VAULT: Mapping[str, Fault] = {
+    "the Vault is sealed": Fault(frozenset({"KeyvaultVaultSealed", "KeyvaultVaultTokenExpires"}), _seal),
+    "the worker starts while the Vault is sealed": Fault(
+        frozenset({"KeyvaultVaultSealed", "KeyvaultRevocationLogUncompared"}), _seal_and_restart
+    ),
+}
+
+PARTS: Mapping[str, Mapping[str, Fault]] = {"hosts": ON_HOSTS, "work": AT_WORK, "vault": ON_VAULT}
+"""The faults by part. The parts run at the same time, each with servers of its own."""
