@@ -32,7 +32,7 @@ from tests.rotation import scene
 
 STEP_SECONDS = 60
 GUESSES = 70
-DELAY_SECONDS = 0.2
+DELAY_SECONDS = 0.14
 ALMOST_FULL_BYTES = 128 * 1024 * 1024
 """Free space on an almost full disk: less than the rule demands, more than the reserve needs."""
 
