@@ -30,8 +30,8 @@ from tests.faults.catalog import EXPERIMENTS, Experiment, choose
 from tests.faults.servers import find_missing
 
 MINUTES = 34.0
-TIMEOUT_FACTOR = 4
-"""Factor of the expected duration after which an experiment is aborted and counted as a violation."""
+TIMEOUT_FACTOR = 10
+"""Factor of the expected duration after which an experiment is aborted and counted as a violation. A busy machine is slow."""
 
 CLEANUP_SECONDS = 60
 
