@@ -31,7 +31,10 @@ from tests.faults.servers import find_missing
 
 MINUTES = 34.0
 TIMEOUT_FACTOR = 10
-"""Factor of the expected duration after which an experiment is aborted and counted as a violation. A busy machine is slow."""
+"""Factor of the expected duration after which an experiment is aborted and counted as a violation.
+
+A busy machine is slow.
+"""
 
 CLEANUP_SECONDS = 60
 
