@@ -1,4 +1,4 @@
-"""The faults, with the alerts that each of them fires, and the alerts that no fault fires."""
+"""The faults, and the alerts that each of them fires."""
 
 import re
 import signal
@@ -134,7 +134,7 @@ def _refuse_webhooks(stage: Stage) -> Callable[[], object]:
 
 
 def _guess_password(stage: Stage) -> Callable[[], object]:
-    """Try many passwords of an operator; nobody acknowledges the alarm about it."""
+    """Try many passwords of an operator; no operator acknowledges the alarm about it."""
     with suppress(StateConflictError):
         mark_all_seen(grant(scene.approver(), P.NOTICES_MARK), datetime.now(UTC))
     url = f"{local_url(stage.port)}/admin/login/"

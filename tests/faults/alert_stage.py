@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
-from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
 import yaml
@@ -108,9 +107,6 @@ class Stage:
     responder: Plaintext
     vault: VaultOnDisk | None
 
-    def firing(self) -> set[str]:
-        return self.prometheus.firing()
-
     def kill(self, name: str) -> None:
         (child,) = (each for each in self.supervisor._children if each.program.name == name)
         assert child.process is not None
@@ -144,7 +140,11 @@ def open_stage(asked: Asked, stack: ExitStack, *, on_vault: bool, shortened: Col
     port, ports = find_free_port(), {name: find_free_port() for name in PROGRAMS}
     disk = stack.enter_context(_small_disk(asked.folder / "disk"))
     log, clock = (disk or asked.folder) / "alerts_log", asked.folder / "clock"
+    # The keys were made with another log.
+    shutil.copy(asked.folder / "revocation_log", log)
     clock.write_text("0")
+    wire, through_wire = Wire.before(os.environ["KEYVAULT_DATABASE_URL"])
+    stack.callback(wire.close)
     told = {
         **os.environ,
         "KEYVAULT_ORIGIN": service.local_url(port),
@@ -157,35 +157,35 @@ def open_stage(asked: Asked, stack: ExitStack, *, on_vault: bool, shortened: Col
         "FAULTS_CHECKPOINT_SECONDS": str(CHECKPOINT_SECONDS),
         **backend,
     }
-    # The keys were made with another log.
-    shutil.copy(asked.folder / "revocation_log", log)
-    database = urlsplit(os.environ["KEYVAULT_DATABASE_URL"])
-    wire = Wire(database.port or 5432)
-    stack.callback(wire.close)
-    place = f"{database.username}:{database.password or ''}@127.0.0.1:{wire.port}"
-    through_wire = f"KEYVAULT_DATABASE_URL={urlunsplit(database._replace(netloc=place))}"
-    commands = {
-        "server": (service.server_program(port), (through_wire,)),
-        "worker": (service.worker_program(), ()),
-        "beat": (service.beat_program(), ()),
-    }
-    programs = [
-        Program(
-            name,
-            (_ENV, f"KEYVAULT_METRICS={ADDRESS}:{ports[name]}", *more, *_patched(each.command)),
-            each.orphan_signal,
-        )
-        for name, (each, more) in commands.items()
-    ]
+    programs = _programs(port, ports, through_wire)
     supervisor = stack.enter_context(Supervisor(programs, told, ROOT, asked.folder / "logs", say))
     service.wait_until_ready(supervisor, port)
     prometheus = stack.enter_context(_running_prometheus(asked.folder / "prometheus", ports, shorten_rules(shortened)))
     responder = make_token(P.KEYS_REVOKE, name="responder")[1]
-    key = next(iter(merchant.keys.values()))
-    stack.enter_context(_asking(port, token, key))
+    stack.enter_context(_asking(port, token, next(iter(merchant.keys.values()))))
     return Stage(
         asked, supervisor, prometheus, port, merchant, account, log, clock, disk, wire, hooks, responder, vault
     )
+
+
+def _programs(port: int, ports: Mapping[str, int], database_of_server: str) -> list[Program]:
+    """Return the programs, each with its own variables. `ports`: of their metrics."""
+    server, worker, beat = service.server_program(port), service.worker_program(), service.beat_program()
+    commands = {
+        "server": (f"KEYVAULT_DATABASE_URL={database_of_server}", *server.command),
+        "worker": _patched(worker.command),
+        "beat": _patched(beat.command),
+    }
+    signals = {"server": server.orphan_signal, "worker": worker.orphan_signal, "beat": beat.orphan_signal}
+    return [
+        Program(name, (_ENV, f"KEYVAULT_METRICS={ADDRESS}:{ports[name]}", *commands[name]), signals[name])
+        for name in PROGRAMS
+    ]
+
+
+def _patched(command: tuple[str, ...]) -> tuple[str, ...]:
+    options = command[command.index("keyvault.project") + 1 :]
+    return (sys.executable, "-m", "tests.faults.skewed", *options)
 
 
 @contextmanager
@@ -204,13 +204,6 @@ def _served_from(vault: VaultOnDisk, folder: Path) -> Iterator[Mapping[str, str]
             "KEYVAULT_VAULT_PREFIX": made.layout.prefix,
             "KEYVAULT_VAULT_CREDENTIALS_DIR": str(logins),
         }
-
-
-def _patched(command: tuple[str, ...]) -> tuple[str, ...]:
-    if "keyvault.project" not in command:
-        return command
-    options = command[command.index("keyvault.project") + 1 :]
-    return (sys.executable, "-m", "tests.faults.skewed", *options)
 
 
 # --- Prometheus -------------------------------------------------------------------------------------------------

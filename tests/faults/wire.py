@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 from contextlib import suppress
+from urllib.parse import urlsplit, urlunsplit
 
 from tests.environment import ROOT
 from tests.servers.throwaway import free_port
@@ -33,6 +34,14 @@ class Wire:
             start_new_session=True,
         )
         self._wait_until_done()
+
+    @classmethod
+    def before(cls, url: str) -> "tuple[Wire, str]":
+        """Start one to the server of a URL. Return it, and the URL through it."""
+        server = urlsplit(url)
+        wire = cls(server.port or 5432)
+        place = f"{server.username}:{server.password or ''}@127.0.0.1:{wire.port}"
+        return wire, urlunsplit(server._replace(netloc=place))
 
     def order(self, word: str) -> None:
         assert self._process.stdin
