@@ -185,8 +185,16 @@ def _seal(stage: Stage) -> Callable[[], object]:
 
 
 def _seal_and_restart(stage: Stage) -> Callable[[], object]:
+    """Seal the Vault, and start the worker again. The fault begins when it runs: the restart fires its own alert."""
     undo = _seal(stage)
     stage.kill("worker")
+    prometheus = stage.prometheus
+
+    def is_back() -> bool:
+        return prometheus.are_all_scraped() and "KeyvaultTargetDown" not in prometheus.firing()
+
+    until("the worker to be missed", lambda: not prometheus.are_all_scraped(), STEP_SECONDS)
+    until("the worker to be scraped again", is_back, STEP_SECONDS, stage.supervisor.restart_ended)
     return undo
 
 

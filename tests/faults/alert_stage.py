@@ -225,9 +225,9 @@ class Prometheus:
         alerts = self._get("alerts")["alerts"]
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 
-    def count_scraped(self) -> int:
+    def are_all_scraped(self) -> bool:
         found = self._get("query?query=sum(up)")["result"]
-        return int(float(found[0]["value"][1])) if found else 0
+        return bool(found) and float(found[0]["value"][1]) == len(PROGRAMS)
 
     def _get(self, path: str) -> Any:
         with urlopen(f"{self.url}/api/v1/{path}", timeout=30) as answer:  # noqa: S310  the experiment's own

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from django.db import connections
 
 from tests.faults.alert_faults import PARTS, Fault
-from tests.faults.alert_stage import PROGRAMS, Stage, open_stage, shorten_rules
+from tests.faults.alert_stage import Stage, open_stage, shorten_rules
 from tests.faults.programs import GaveUpError, until
 from tests.faults.results import Asked, Result, say
 
@@ -74,6 +74,6 @@ def _restore(stage: Stage) -> None:
     """Wait until every program is scraped and no alert fires. Raises GaveUpError."""
 
     def is_quiet() -> bool:
-        return stage.prometheus.count_scraped() == len(PROGRAMS) and not stage.prometheus.firing()
+        return stage.prometheus.are_all_scraped() and not stage.prometheus.firing()
 
     until("no alert to fire", is_quiet, RECOVERY_SECONDS, stage.supervisor.restart_ended)
