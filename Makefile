@@ -10,7 +10,7 @@ CODE = keyvault rotation tests manage.py deploy/compose/make_secrets.py
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run check check-types check-pure test test-long test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
+.PHONY: help demo run check check-types check-pure test test-long test-clients test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ test: ready-to-test ## run the test suite on SQLite and on PostgreSQL (ARGS='-k 
 
 test-long: ready-to-test ## run the slow tests: killed processes, whole services, a real OpenBao
 	@exec $(BIN)/python -m tests -m long $(ARGS)
+
+test-clients: ## test the Go and TypeScript clients, where Go 1.24 and Node 20 are installed
+	@exec clients/test
 
 # Linters and PostgreSQL do not depend on the Python version, and entry points run the code of the packages below them.
 # The tests that remain depend on Python itself: pure packages, sockets and TLS, processes and signals.
@@ -101,6 +104,7 @@ lock: ready-to-test ## write each requirements.txt from its .in file (ARGS=--upg
 	$(COMPILE) $(ARGS) docs/requirements.in --output-file docs/requirements.txt
 
 clean: ## remove .venv/ and caches, but no data
+	rm -rf clients/typescript/node_modules clients/typescript/dist
 	rm -rf .venv .site sbom.json .stamp-lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find keyvault rotation tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -12,7 +12,14 @@ from django.contrib.auth import REDIRECT_FIELD_NAME
 from django.core.exceptions import ImproperlyConfigured, PermissionDenied, SuspiciousOperation
 from django.db import IntegrityError
 from django.db.models import Model, QuerySet
-from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, HttpResponseRedirect
+from django.http import (
+    Http404,
+    HttpRequest,
+    HttpResponse,
+    HttpResponseBase,
+    HttpResponseNotAllowed,
+    HttpResponseRedirect,
+)
 from django.urls import URLPattern, URLResolver, include, path, re_path, reverse
 from django.views.decorators.cache import never_cache
 
@@ -31,10 +38,19 @@ from keyvault.admin.account.single_sign_on import begin, finish
 from keyvault.admin.catalog.catalog import CatalogEndpointAdmin
 from keyvault.admin.catalog.limits import LimitOverrideAdmin
 from keyvault.admin.framework.actions import CreateAction, RowAction
+from keyvault.admin.framework.attention import (
+    URGENT_TONES,
+    Found,
+    attention_context,
+    count_by_entry,
+    find_ids,
+)
 from keyvault.admin.framework.enforcement import grant_for, operator_of
+from keyvault.admin.framework.menu import ENTRIES, ConsolePage, Section, build_menu, page_route
 from keyvault.admin.framework.middleware import ViewT, open_before_sign_in
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page, problem_page
+from keyvault.admin.framework.shown_environment import choose_environment, environment_of
 from keyvault.admin.framework.sign_in import SignInView, find_next, second_factor_url
 from keyvault.admin.keys.credentials import CredentialAdmin
 from keyvault.admin.keys.issuance import IssuanceRequestAdmin
@@ -99,8 +115,6 @@ MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
 )
 """Model admins of keyvault; rotation registers its own."""
 
-SECTIONS = ("Keys", "Merchants", "Catalog", "Access", "Oversight")
-
 CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -112,6 +126,8 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "form-action 'self'",
         "frame-ancestors 'none'",
         "base-uri 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types keyvault-fragments",
     )
 )
 
@@ -127,13 +143,13 @@ class ConsoleSite(AdminSite):
 
     site_header = "Keyvault"
     site_title = "Keyvault"
-    index_title = "Needs your attention"
+    index_title = "Overview"
     site_url = None
-    enable_nav_sidebar = True
     logout_template = "console/logged_out.html"
 
     def __init__(self, name: str = "admin") -> None:
         super().__init__(name)
+        self._pages: list[ConsolePage] = []
         for model, model_admin in MODEL_ADMINS:
             self.register(model, model_admin)
 
@@ -172,6 +188,12 @@ class ConsoleSite(AdminSite):
             *(action for action in actions if action.name not in names),
         )
         registered.create_actions = (*registered.create_actions, *create_actions)
+
+    def add_page(self, console_page: ConsolePage) -> None:
+        """Add a page that is no model admin. Call it before the routes are read, such as in an app's admin modules."""
+        if console_page.menu and console_page.menu not in ENTRIES:
+            raise ImproperlyConfigured(f"{console_page.name}: the menu has no entry {console_page.menu!r}")
+        self._pages.append(console_page)
 
     # --- access -------------------------------------------------------------------------------------------
 
@@ -260,6 +282,9 @@ class ConsoleSite(AdminSite):
         """Route the front page, login, logout and the model admins; none of Django's other admin views."""
         return [
             path("", self.admin_view(self.front_page), name="index"),
+            path("search/", self.admin_view(self.search_page), name="search"),
+            path("environment/", self.admin_view(self.choose_environment), name="environment"),
+            *(page_route(self, each) for each in self._pages),
             path("login/", open_before_sign_in(never_cache(self.login)), name="login"),
             path("login/sso/", self._open_view(partial(begin, self)), name="single_sign_on"),
             path("login/sso/callback/", self._open_view(finish), name="single_sign_on_callback"),
@@ -286,39 +311,57 @@ class ConsoleSite(AdminSite):
     # --- the front page and the frame ---------------------------------------------------------------------
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
-        model_admins = [model_admin for model_admin in self._model_admins() if model_admin.has_view_permission(request)]
-        items = [item for model_admin in model_admins for item in model_admin.attention_items(request)]
-        items.sort(key=lambda item: item.tone != "alarm")
         context = {
             "title": self.index_title,
-            "attention_items": [item for item in items if item.count],
-            "empty_items": [item for item in items if not item.count],
             "create_links": [
                 link for model_admin in self._model_admins() for link in model_admin.create_links(request)
             ],
-            "roles": sorted(role.value.replace("_", " ") for role in operator_of(request).roles),
-            "scope": operator_of(request).scope,
+            **attention_context(request, self._attention(request, is_complete=True)),
         }
         return page(self, request, "index", context)
 
-    def get_app_list(self, request: HttpRequest, app_label: str | None = None) -> list[Any]:
-        """Return the sidebar: the model admins that the operator may view, by section."""
+    def _attention(self, request: HttpRequest, *, is_complete: bool = False) -> Found:
+        """Return what needs attention, read once per request; without `is_complete` only what the operator can do."""
+        known: Found | None = getattr(request, "console_attention", None)
+        if known is None:
+            viewable = (each for each in self._model_admins() if each.has_view_permission(request))
+            items = [item for model_admin in viewable for item in model_admin.attention_items(request)]
+            chosen = [item for item in items if is_complete or item.tone in URGENT_TONES]
+            known = list(zip(chosen, find_ids(request, chosen), strict=True))
+            request.console_attention = known  # type: ignore[attr-defined]  # read back above
+        return known
+
+    def search_page(self, request: HttpRequest) -> HttpResponse:
+        return page(self, request, "search", {"title": "Search", "search_words": request.GET.get("q", "")[:200]})
+
+    def choose_environment(self, request: HttpRequest) -> HttpResponse:
+        """Keep the environment that lists show, and return to the page."""
+        if request.method != "POST":
+            return HttpResponseNotAllowed(["POST"])
+        choose_environment(request, request.POST.get("environment", ""))
+        return HttpResponseRedirect(find_next(request))
+
+    def each_context(self, request: HttpRequest) -> dict[str, Any]:
+        """Return what the frame of every page shows."""
         if not self.has_permission(request):
-            return []
-        sections = []
-        for section in SECTIONS:
-            model_admins = [
-                {
-                    "name": model_admin.plural,
-                    "url": model_admin.list_url(),
-                    "count": model_admin.attention_count(request),
-                }
-                for model_admin in self._model_admins()
-                if model_admin.section == section and model_admin.has_module_permission(request)
-            ]
-            if model_admins:
-                sections.append({"name": section, "model_admins": model_admins})
-        return sections
+            return {"menu": []}
+        operator = operator_of(request)
+        return {
+            "menu": partial(self._menu, request),
+            "environment": environment_of(request),
+            "environments": sorted(operator.scope.environments, reverse=True),
+            "roles": sorted(role.value.replace("_", " ") for role in operator.roles),
+            "scope": operator.scope,
+            # A page does not repeat a key that was pasted into its address.
+            "here": "" if find_exposed(request.get_full_path()) else request.get_full_path(),
+        }
+
+    def _menu(self, request: HttpRequest) -> list[Section]:
+        """Return the menu of what the operator may view. Pages are the first tabs of their entry."""
+        tabs = [(each.menu, each.tab_for(request)) for each in self._pages]
+        tabs += [(model_admin.menu, model_admin.menu_tab(request)) for model_admin in self._model_admins()]
+        counts = count_by_entry(self._attention(request))
+        return build_menu([(entry, tab) for entry, tab in tabs if tab is not None], counts)
 
     def get_log_entries(self, request: HttpRequest) -> QuerySet[LogEntry]:
         """Return nothing: the audit chains replace Django's change log."""

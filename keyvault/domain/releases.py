@@ -2,7 +2,7 @@
 
 import re
 
-RELEASE = "0.2.0"
+RELEASE = "0.3.0"
 
 OLDEST_COMPATIBLE_RELEASE = "0.2.0"
 """The oldest release that works on this release's schema, so that both run side by side during an upgrade.

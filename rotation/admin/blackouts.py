@@ -40,7 +40,7 @@ def _edit_calendar(grant: Grant, row: BlackoutCalendar, cleaned: Cleaned) -> Act
 @admin.register(BlackoutCalendar)
 class BlackoutCalendarAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
-    section, singular, plural = "Keys", "Blackout calendar", "Blackout calendars"
+    menu, singular, plural = "Schedules", "Blackout calendar", "Blackout calendars"
     create_actions = (
         CreateAction(
             "save",

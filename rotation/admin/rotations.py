@@ -13,13 +13,13 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import RowAction
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, approvals_table, is_requester, requester_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
-    AttentionItem,
     Detail,
     Extras,
     FactTable,
@@ -124,7 +124,7 @@ BLOCKED_FILTER = state_filter(
 @admin.register(Rotation)
 class RotationAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
-    section, singular, plural = "Keys", "Rotation", "Rotations"
+    menu, singular, plural = "Rotations", "Rotation", "Rotations"
     account_lookup = "account"
     environment_lookup = "account_environment"
     create_actions = (REQUEST,)
@@ -247,12 +247,16 @@ class RotationAdmin(ConsoleModelAdmin):
 
     # --- attention items ----------------------------------------------------------------------------------
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         """Return stalled and urgent rotations first."""
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
         undecided = rows.filter(approval_expires_at__gt=datetime.now(UTC))
-        yield self.attention_item(
-            "Stalled rotations", rows.filter(state=S.STALLED), f"?state__exact={S.STALLED}", "alarm"
+        yield self.attention(
+            "Stalled rotations",
+            rows.filter(state=S.STALLED),
+            f"?state__exact={S.STALLED}",
+            "alarm",
+            one="Rotation stalled",
         )
         emergencies = undecided.annotate(approval_count=Count("approvals")).filter(
             state=S.EMERGENCY, bypassed_at__isnull=True, approval_count__lt=F("approvals_needed")
@@ -261,33 +265,39 @@ class RotationAdmin(ConsoleModelAdmin):
         for_emergency, where = f"?state__exact={S.EMERGENCY}", f"?state__exact={S.AWAITING_APPROVAL}"
         if may(request, P.ROTATIONS_APPROVE):
             # Filtering by `approvals__person` here would add a join and multiply the count above.
-            urgent = self.list_decidable(request, P.ROTATIONS_APPROVE, emergencies.exclude(approvals__person=me))
-            yield self.attention_item("Emergency rotations to approve", urgent, for_emergency, "alarm")
-            others = self.list_decidable(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
-            yield self.attention_item("Rotations to approve", others, where, "action")
+            urgent = emergencies.exclude(approvals__person=me)
+            yield self.attention(
+                "Emergency rotations to approve", urgent, for_emergency, "alarm", decide=P.ROTATIONS_APPROVE
+            )
+            others = asked.exclude(approvals__person=me)
+            yield self.attention(
+                "Rotations to approve", others, where, "action", decide=P.ROTATIONS_APPROVE, one="Approve a rotation"
+            )
         else:
-            yield self.attention_item("Emergency rotations awaiting approval", emergencies, for_emergency, "alarm")
+            yield self.attention("Emergency rotations awaiting approval", emergencies, for_emergency, "alarm")
         if may(request, P.ROTATIONS_WRITE):
             own = asked.filter(requester_person=me)
-            yield self.attention_item("Your rotations awaiting approval", own, where)
+            yield self.attention("Your rotations awaiting approval", own, where)
             unconfirmed = rows.filter(pk__in=_first_to_confirm(rows))
-            yield self.attention_item(
-                "Rotations awaiting an operator's confirmation", unconfirmed, _TO_CONFIRM, "action"
-            )
+            yield self.attention("Rotations awaiting an operator's confirmation", unconfirmed, _TO_CONFIRM, "action")
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(_TO_COLLECT, requester_person=me)
-            yield self.attention_item("Replacements to collect", mine, "?collection=open", "action")
+            yield self.attention("Replacements to collect", mine, "?collection=open", "action")
             # Their requester, the author of the schedule or the campaign, may be absent.
             begun = Q(schedule__isnull=False) | Q(campaign__isnull=False)
-            waiting = self.list_decidable(
-                request, P.ISSUANCE_COLLECT, rows.filter(_TO_COLLECT, begun).exclude(requester_person=me)
+            yield self.attention(
+                "Replacements to collect for others",
+                rows.filter(_TO_COLLECT, begun).exclude(requester_person=me),
+                "?collection=open",
+                "action",
+                decide=P.ISSUANCE_COLLECT,
+                select=lambda rows: list_collectable(rows, me),
+                button="Collect",
             )
-            others = list_collectable(waiting, me)
-            yield self.attention_item("Replacements to collect for others", others, "?collection=open", "action")
         blocked = rows.filter(_is_blocked())
-        yield self.attention_item("Rotations blocked by a failing step or an endpoint", blocked, "?held=up", "alarm")
+        yield self.attention("Rotations blocked by a failing step or an endpoint", blocked, "?held=up", "alarm")
         bypassed = rows.filter(_is_unreviewed())
-        yield self.attention_item("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
+        yield self.attention("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
         is_for_me = action.name != "collect" or may_collect(row, operator_of(request).person)

@@ -93,7 +93,7 @@ def _edit(grant: Grant, row: RotationSchedule, cleaned: Cleaned) -> ActionResult
 @admin.register(RotationSchedule)
 class RotationScheduleAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
-    section, singular, plural = "Keys", "Schedule", "Schedules"
+    menu, singular, plural = "Schedules", "Schedule", "Schedules"
     change_list_template = "console/change_list_more.html"
     create_actions = (
         CreateAction(

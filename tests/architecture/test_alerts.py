@@ -16,8 +16,8 @@ from keyvault.backends import meters
 from tests.architecture.deployment import processes
 from tests.architecture.pages import ALERT_RULES, alert_rules
 from tests.environment import ROOT, required_servers
+from tests.faults.alert_deployment import SHORTER, shorten_rules
 from tests.faults.alert_faults import PARTS
-from tests.faults.alert_stage import SHORTER, shorten_rules
 
 RULE_TESTS = ALERT_RULES.with_name("keyvault.test.yml")
 DASHBOARD = ROOT / "deploy" / "grafana" / "keyvault.json"

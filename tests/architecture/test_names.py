@@ -52,6 +52,23 @@ REVEALS: dict[str, str] = {
 }
 """The files that may turn a plaintext into text, each with its reason; a new one asks for a review."""
 
+VERB_AND_NOUN = re.compile(
+    r"(?:abort|accept|add|approve|bootstrap|check|collect|confirm|create|disable|end|export|extend|hold|invite|issue|list"
+    r"|offboard|pause|reconcile|reissue|reject|release|remove|replay|report|request|reset|resume|retire|review|revoke"
+    r"|rotate|seed|set|show|waive|withdraw)_[a-z_]+"
+)
+OTHER_COMMANDS = re.compile(
+    r"audit_verify|backup|changepassword|createsuperuser|demo|flush|loaddata|redact|restore|run|setup|verifier"
+)
+"""Django's own names, single verbs, and `audit_verify` and `verifier`, which others already call."""
+
+
+def test_names_a_command_is_a_verb_and_a_noun() -> None:
+    paths = python_files("keyvault/management/commands", "rotation/management/commands")
+    names = {path.stem for path in paths if path.stem != "__init__"}
+    assert "rotate_key" in names
+    assert {name for name in names if not (VERB_AND_NOUN.fullmatch(name) or OTHER_COMMANDS.fullmatch(name))} == set()
+
 
 def test_names_no_module_is_a_catch_all() -> None:
     found = {part for path in python_files(*CODE, "tests") for part in (path.with_suffix(""), path.parent)}

@@ -48,31 +48,31 @@ COLUMNS = {
 
 
 def main() -> int:
-    asked = _read_arguments()
-    if asked.list:
+    arguments = _read_arguments()
+    if arguments.list:
         for each in EXPERIMENTS:
             servers = ", ".join(sorted(each.servers)) or "no server"
-            _tell(f"{each.name:<16} {each.what} (about {each.minutes:g} min, {servers})")
+            _print(f"{each.name:<16} {each.what} (about {each.minutes:g} min, {servers})")
         return 0
     try:
-        chosen = choose(asked.names)
+        chosen = choose(arguments.names)
     except LookupError as unknown:
         sys.stderr.write(f"There is no experiment {unknown}; --list names them.\n")
         return 2
-    seed = secrets.randbelow(10**6) if asked.seed is None else asked.seed
-    _tell(f"{len(chosen)} experiments, seed {seed}")
+    seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
+    _print(f"{len(chosen)} experiments, seed {seed}")
     began = time.monotonic()
     try:
         with stopping_on_signals(), ExitStack() as stack:
-            outcomes = _perform_all(chosen, seed, asked.minutes, stack)
+            outcomes = _perform_all(chosen, seed, arguments.minutes, stack)
     except StopRequestedError as stop:
         sys.stderr.write(f"Stopped by {stop}.\n")
         return 128 + stop.number
     _show(outcomes)
-    _tell(f"\n{len(outcomes)} experiments in {(time.monotonic() - began) / 60:.1f} minutes, seed {seed}")
-    path = asked.json or ensure_private_directory(ROOT / ".keyvault") / "faults.json"
+    _print(f"\n{len(outcomes)} experiments in {(time.monotonic() - began) / 60:.1f} minutes, seed {seed}")
+    path = arguments.json or ensure_private_directory(ROOT / ".keyvault") / "faults.json"
     path.write_text(json.dumps({"at": datetime.now(UTC).isoformat(), "seed": seed, "experiments": outcomes}, indent=1))
-    _tell(f"\nAll counts: {path}")
+    _print(f"\nAll counts: {path}")
     return 0 if all(outcome["held"] for outcome in outcomes) else 1
 
 
@@ -115,7 +115,7 @@ def _perform_all(chosen: list[Experiment], seed: int, minutes: float, stack: Exi
 
 def _left_out(experiment: Experiment, missing: list[str]) -> dict[str, Any]:
     why = f"no {', no '.join(missing)} on this machine"
-    _tell(f"\n=== {experiment.name}: not run, {why} ===")
+    _print(f"\n=== {experiment.name}: not run, {why} ===")
     is_wanted = bool(required_servers() & set(missing))
     return {**_blank(experiment), "why_not": why, "held": not is_wanted}
 
@@ -128,14 +128,14 @@ class _Trial:
     """A running experiment. It starts when it is constructed and ends with the stack at the latest."""
 
     def __init__(self, experiment: Experiment, seed: int, minutes: float, stack: ExitStack) -> None:
-        _tell(f"\n=== {experiment.name}: {experiment.what} ===")
+        _print(f"\n=== {experiment.name}: {experiment.what} ===")
         self.experiment = experiment
         self._began_at, self._limit = time.time(), time.monotonic() + minutes * 60 * TIMEOUT_FACTOR
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-faults-"))
         self._result = Path(folder, "result.json")
         order = (experiment.name, str(seed), str(minutes), str(self._result))
         environ = {name: text for name, text in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
-        command = [sys.executable, "-m", "tests.faults.inside", *order]
+        command = [sys.executable, "-m", "tests.faults.experiment_process", *order]
         self._process = start_child_process(command, environ=environ, folder=ROOT, orphan_signal=signal.SIGTERM)
         stack.callback(self._end)
 
@@ -175,15 +175,15 @@ def _show(outcomes: list[dict[str, Any]]) -> None:
     heads = ["experiment", "n", *COLUMNS.values(), "seconds", "outcome"]
     rows = [heads, *(_row(outcome) for outcome in outcomes)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(heads))]
-    _tell("")
+    _print("")
     for row in rows:
-        _tell("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        _print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for outcome in outcomes:
         if "n" in outcome:
             more = {name: count for name, count in outcome["counts"].items() if name not in COLUMNS}
-            _tell(f"\n{outcome['name']}: {'; '.join(f'{name} {_number(count)}' for name, count in more.items())}")
+            _print(f"\n{outcome['name']}: {'; '.join(f'{name} {_number(count)}' for name, count in more.items())}")
         for violation in outcome["violations"]:
-            _tell(f"  VIOLATED  {violation}")
+            _print(f"  VIOLATED  {violation}")
 
 
 def _row(outcome: dict[str, Any]) -> list[str]:
@@ -193,16 +193,16 @@ def _row(outcome: dict[str, Any]) -> list[str]:
         return [name, "", *("" for _ in COLUMNS), "", f"not run: {outcome['why_not']}{wanted}"]
     counts = outcome.get("counts", {})
     n = f"{outcome['n']} {outcome['unit']}" if "n" in outcome else ""
-    told = "held" if outcome["held"] else f"{outcome['number_of_violations']} VIOLATIONS"
+    outcome_text = "held" if outcome["held"] else f"{outcome['number_of_violations']} VIOLATIONS"
     columns = (_number(counts[count]) if count in counts else "-" for count in COLUMNS)
-    return [name, n, *columns, str(outcome["seconds"]), told]
+    return [name, n, *columns, str(outcome["seconds"]), outcome_text]
 
 
 def _number(count: float) -> str:
     return f"{count:g}" if count != int(count) else str(int(count))
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -26,7 +26,7 @@ from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import Proof
 from rotation.models import Rotation
 from tests.factories import grant
-from tests.faults.alert_stage import Stage
+from tests.faults.alert_deployment import Deployment
 from tests.faults.programs import until
 from tests.rotation import scene
 
@@ -36,7 +36,7 @@ DELAY_SECONDS = 0.14
 ALMOST_FULL_BYTES = 128 * 1024 * 1024
 """Free space on an almost full disk: less than the rule demands, more than the reserve needs."""
 
-Cause = Callable[[Stage], Callable[[], object]]
+Cause = Callable[[Deployment], Callable[[], object]]
 """Cause a fault, and return how to undo it."""
 
 
@@ -51,93 +51,93 @@ class Fault:
 
 
 def _kill(name: str) -> Cause:
-    def cause(stage: Stage) -> Callable[[], object]:
-        stage.kill(name)
-        return stage.supervisor.restart_ended
+    def cause(deployment: Deployment) -> Callable[[], object]:
+        deployment.kill(name)
+        return deployment.supervisor.restart_ended
 
     return cause
 
 
-def _kill_worker(stage: Stage) -> Callable[[], object]:
+def _kill_worker(deployment: Deployment) -> Callable[[], object]:
     """Kill the worker, and let a webhook message wait for it."""
-    undo = _kill("worker")(stage)
-    stage.revoke(stage.issue_key())
+    undo = _kill("worker")(deployment)
+    deployment.revoke(deployment.issue_key())
     return undo
 
 
 def _stop(name: str) -> Cause:
-    def cause(stage: Stage) -> Callable[[], object]:
-        server = stage.asked.servers[name]
+    def cause(deployment: Deployment) -> Callable[[], object]:
+        server = deployment.options.servers[name]
         server.stop(signal.SIGINT if name == "postgres" else signal.SIGKILL)
         return server.start
 
     return cause
 
 
-def _lose_log(stage: Stage) -> Callable[[], object]:
-    aside = stage.log.with_name("aside")
-    stage.log.rename(aside)
-    return lambda: aside.rename(stage.log)
+def _lose_log(deployment: Deployment) -> Callable[[], object]:
+    aside = deployment.log.with_name("aside")
+    deployment.log.rename(aside)
+    return lambda: aside.rename(deployment.log)
 
 
-def _make_log_read_only(stage: Stage) -> Callable[[], object]:
+def _make_log_read_only(deployment: Deployment) -> Callable[[], object]:
     """Make the file system of the revocation log read-only, and revoke a key."""
 
     def remount(option: str) -> None:
-        command = ["mount", "-o", f"remount,{option}", str(stage.disk)]
+        command = ["mount", "-o", f"remount,{option}", str(deployment.disk)]
         subprocess.run(command, check=True)
 
     remount("ro")
-    stage.revoke_through_server()
+    deployment.revoke_through_server()
     return lambda: remount("rw")
 
 
-def _step_clock(stage: Stage) -> Callable[[], object]:
-    stage.clock.write_text("30")
-    return lambda: stage.clock.write_text("0")
+def _step_clock(deployment: Deployment) -> Callable[[], object]:
+    deployment.clock.write_text("30")
+    return lambda: deployment.clock.write_text("0")
 
 
 def _fill_disk(left_bytes: int) -> Cause:
-    def cause(stage: Stage) -> Callable[[], object]:
-        assert stage.disk is not None
-        filler = stage.disk / "filler"
+    def cause(deployment: Deployment) -> Callable[[], object]:
+        assert deployment.disk is not None
+        filler = deployment.disk / "filler"
         with filler.open("wb", buffering=0) as file, suppress(OSError):
-            while not left_bytes or disk_usage(stage.disk).free > left_bytes:
+            while not left_bytes or disk_usage(deployment.disk).free > left_bytes:
                 file.write(bytes(1 << 20))
         return filler.unlink
 
     return cause
 
 
-def _stall_rotation(stage: Stage) -> Callable[[], object]:
+def _stall_rotation(deployment: Deployment) -> Callable[[], object]:
     plan = {"proof": Proof.TRAFFIC, "proof_count": 2, "proof_sources": 1}
-    rotation = scene.rotate(stage.merchant.credential, datetime.now(UTC), **plan)
+    rotation = scene.rotate(deployment.merchant.credential, datetime.now(UTC), **plan)
     mine = Rotation.objects.filter(pk=rotation.pk)
     until("a delivered replacement", lambda: mine.filter(state=S.AWAITING_PROOF).exists(), STEP_SECONDS)
     rotation = mine.get()
-    suspend_key(grant(scene.admin(), P.KEYS_SUSPEND, stage.account), rotation.predecessor)
+    suspend_key(grant(scene.admin(), P.KEYS_SUSPEND, deployment.account), rotation.predecessor)
     until("the rotation to stall", lambda: mine.filter(state=S.STALLED).exists(), STEP_SECONDS)
     return lambda: None
 
 
-def _refuse_webhooks(stage: Stage) -> Callable[[], object]:
+def _refuse_webhooks(deployment: Deployment) -> Callable[[], object]:
     """Answer webhooks of merchants and of alarms with 500; a message of a merchant has been tried for long enough."""
-    stage.hooks.status = 500
+    deployment.hooks.status = 500
     with transaction.atomic():
-        stage.revoke(stage.issue_key())
+        deployment.revoke(deployment.issue_key())
         WebhookDelivery.objects.filter(state="due").update(give_up_at=datetime.now(UTC))
 
     def undo() -> None:
-        stage.hooks.status = 200
+        deployment.hooks.status = 200
 
     return undo
 
 
-def _guess_password(stage: Stage) -> Callable[[], object]:
+def _guess_password(deployment: Deployment) -> Callable[[], object]:
     """Try many passwords of an operator; no operator acknowledges the alarm about it."""
     with suppress(StateConflictError):
         mark_all_seen(grant(scene.approver(), P.NOTICES_MARK), datetime.now(UTC))
-    url = f"{local_url(stage.port)}/admin/login/"
+    url = f"{local_url(deployment.port)}/admin/login/"
     browser = build_opener(HTTPCookieProcessor(CookieJar()))
     page = browser.open(url, timeout=30).read().decode()
     (token,) = re.findall(r'name="csrfmiddlewaretoken" value="(\w+)"', page)[:1]
@@ -148,17 +148,17 @@ def _guess_password(stage: Stage) -> Callable[[], object]:
     return lambda: mark_all_seen(grant(scene.approver(), P.NOTICES_MARK), datetime.now(UTC))
 
 
-def _lose_keystore(stage: Stage) -> Callable[[], object]:
+def _lose_keystore(deployment: Deployment) -> Callable[[], object]:
     """Move the secret backend away, and revoke a key: neither the anchor nor a signature can be written."""
-    keystore = stage.asked.folder / "keystore.sqlite3"
+    keystore = deployment.options.folder / "keystore.sqlite3"
     aside = keystore.with_name("aside.sqlite3")
-    key = stage.issue_key()
+    key = deployment.issue_key()
     keystore.rename(aside)
-    stage.revoke(key)
+    deployment.revoke(key)
     return lambda: aside.rename(keystore)
 
 
-def _rename_table(stage: Stage) -> Callable[[], object]:
+def _rename_table(deployment: Deployment) -> Callable[[], object]:
     """Take a table away that requests and the deletion of old rows need, as after a restore of some tables."""
     table = IdempotentRequest._meta.db_table
 
@@ -170,31 +170,31 @@ def _rename_table(stage: Stage) -> Callable[[], object]:
     return lambda: rename(f"{table}_aside", table)
 
 
-def _slow_down_database(stage: Stage) -> Callable[[], object]:
-    stage.wire.order(f"delay {DELAY_SECONDS}")
-    return lambda: stage.wire.order("delay 0")
+def _slow_down_database(deployment: Deployment) -> Callable[[], object]:
+    deployment.proxy.send_command(f"delay {DELAY_SECONDS}")
+    return lambda: deployment.proxy.send_command("delay 0")
 
 
-def _seal(stage: Stage) -> Callable[[], object]:
+def _seal(deployment: Deployment) -> Callable[[], object]:
     """Seal the Vault, and revoke a key: the worker needs its token for the anchor, and cannot renew it."""
-    assert stage.vault is not None
-    key = stage.issue_key()
-    stage.vault.seal()
-    stage.revoke(key)
-    return stage.vault.unseal
+    assert deployment.vault is not None
+    key = deployment.issue_key()
+    deployment.vault.seal()
+    deployment.revoke(key)
+    return deployment.vault.unseal
 
 
-def _seal_and_restart(stage: Stage) -> Callable[[], object]:
+def _seal_and_restart(deployment: Deployment) -> Callable[[], object]:
     """Seal the Vault, and start the worker again. The fault begins when it runs: the restart fires its own alert."""
-    undo = _seal(stage)
-    stage.kill("worker")
-    prometheus = stage.prometheus
+    undo = _seal(deployment)
+    deployment.kill("worker")
+    prometheus = deployment.prometheus
 
     def is_back() -> bool:
         return prometheus.are_all_scraped() and "KeyvaultTargetDown" not in prometheus.firing()
 
     until("the worker to be missed", lambda: not prometheus.are_all_scraped(), STEP_SECONDS)
-    until("the worker to be scraped again", is_back, STEP_SECONDS, stage.supervisor.restart_ended)
+    until("the worker to be scraped again", is_back, STEP_SECONDS, deployment.supervisor.restart_ended)
     return undo
 
 

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 from django.db import connections
 
+from tests.faults.alert_deployment import Deployment, open_deployment, shorten_rules
 from tests.faults.alert_faults import PARTS, Fault
-from tests.faults.alert_stage import Stage, open_stage, shorten_rules
 from tests.faults.programs import GaveUpError, until
-from tests.faults.results import Asked, Result, say
+from tests.faults.results import Options, Result, say
 
 WITHIN_SECONDS = 60
 """Maximum time from a fault to its alerts. Each fault lasts that long, so that a wrong alert is seen, too."""
@@ -23,33 +23,33 @@ ALWAYS_SHORTER = frozenset({"KeyvaultVaultTokenExpires"})
 """Rules whose threshold would be reached in a quiet minute: the Vault's tokens have a short period here."""
 
 
-def run(asked: Asked) -> Result:
+def run(options: Options) -> Result:
     result = Result("faults")
     with ExitStack() as stack:
-        stage = open_stage(asked, stack, on_vault=asked.choice == "vault", shortened=ALWAYS_SHORTER)
-        _restore(stage)
-        fired = set(_watch(stage, is_restarting=True))
+        deployment = open_deployment(options, stack, on_vault=options.choice == "vault", shortened=ALWAYS_SHORTER)
+        _restore(deployment)
+        fired = set(_watch(deployment, is_restarting=True))
         result.must_be(not fired, f"a quiet minute fires {sorted(fired)}")
         say(f"a quiet minute: {sorted(fired) or 'no alert'}")
-        for name, fault in PARTS[asked.choice].items():
-            if fault.needs_disk and stage.disk is None:
+        for name, fault in PARTS[options.choice].items():
+            if fault.needs_disk and deployment.disk is None:
                 say(f"{name}: not caused, no file system can be mounted")
                 continue
             try:
-                _perform(stage, result, name, fault)
+                _perform(deployment, result, name, fault)
             except GaveUpError as gave_up:
                 result.must_be(False, f"{name}: {gave_up}")
     return result
 
 
-def _perform(stage: Stage, result: Result, name: str, fault: Fault) -> None:
-    _restore(stage)
-    stage.prometheus.load(shorten_rules(ALWAYS_SHORTER | fault.alerts))
-    undo = fault.cause(stage)
-    first = _watch(stage, is_restarting=fault.is_restarting)
+def _perform(deployment: Deployment, result: Result, name: str, fault: Fault) -> None:
+    _restore(deployment)
+    deployment.prometheus.load(shorten_rules(ALWAYS_SHORTER | fault.alerts))
+    undo = fault.cause(deployment)
+    first = _watch(deployment, is_restarting=fault.is_restarting)
     undo()
     connections.close_all()  # this process is no part of the experiment
-    stage.prometheus.load(shorten_rules(ALWAYS_SHORTER))
+    deployment.prometheus.load(shorten_rules(ALWAYS_SHORTER))
     say(f"{name}: " + (", ".join(f"{alert} after {at:.0f} s" for alert, at in sorted(first.items())) or "no alert"))
     result.n += 1
     result.must_be(first.keys() == fault.alerts, f"{name} fires {sorted(first)}, expected {sorted(fault.alerts)}")
@@ -57,23 +57,23 @@ def _perform(stage: Stage, result: Result, name: str, fault: Fault) -> None:
     result.counts["slowest alert in seconds"] = max(result.counts.get("slowest alert in seconds", 0), slowest)
 
 
-def _watch(stage: Stage, *, is_restarting: bool) -> dict[str, float]:
+def _watch(deployment: Deployment, *, is_restarting: bool) -> dict[str, float]:
     """Return every alert that fires within the time, with the seconds after which it first fires."""
     first: dict[str, float] = {}
     began = time.monotonic()
     while (passed := time.monotonic() - began) < WITHIN_SECONDS:
         if is_restarting:
-            stage.supervisor.restart_ended()
-        for alert in stage.prometheus.firing():
+            deployment.supervisor.restart_ended()
+        for alert in deployment.prometheus.firing():
             first.setdefault(alert, round(passed))
         time.sleep(LOOK_SECONDS)
     return first
 
 
-def _restore(stage: Stage) -> None:
+def _restore(deployment: Deployment) -> None:
     """Wait until every program is scraped and no alert fires. Raises GaveUpError."""
 
     def is_quiet() -> bool:
-        return stage.prometheus.are_all_scraped() and not stage.prometheus.firing()
+        return deployment.prometheus.are_all_scraped() and not deployment.prometheus.firing()
 
-    until("no alert to fire", is_quiet, RECOVERY_SECONDS, stage.supervisor.restart_ended)
+    until("no alert to fire", is_quiet, RECOVERY_SECONDS, deployment.supervisor.restart_ended)

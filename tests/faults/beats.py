@@ -1,10 +1,10 @@
 """Two beats and two workers, as after a deployment that left the first ones running: all due work is done once."""
 
-from tests.faults import truth
+from tests.faults import expected_verdicts
 from tests.faults.campaign import begin_campaign, is_over, judge_campaign
-from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, served, until
-from tests.faults.results import Asked, Result
+from tests.faults.results import Options, Result
 from tests.faults.traffic import Traffic
 
 MEMBERS = 60
@@ -14,12 +14,12 @@ STEPS = tuple(f"rotation.{step}" for step in ("staged", "publishing", "awaiting_
 """Events that occur exactly once in an undisturbed rotation."""
 
 
-def run(asked: Asked) -> Result:
+def run(options: Options) -> Result:
     result = Result("rotations", n=MEMBERS)
     merchants, token = make_merchants(MEMBERS), gateway_token()
     with (
-        served(asked.folder, workers=2, beats=2) as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as sent,
+        served(options.folder, workers=2, beats=2) as (service, port),
+        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
     ):
         campaign = begin_campaign()
         try:
@@ -29,8 +29,8 @@ def run(asked: Asked) -> Result:
         for program in service.programs:
             result.must_be(service.is_running(program.name), f"{program.name} is not running any more")
     judge_campaign(result, campaign, MEMBERS)
-    result.must_be_none("steps taken twice", truth.find_repeated(*STEPS))
-    truth.judge_traffic(result, sent.answers)
-    truth.judge_end(result, merchants)
-    truth.judge_logs(result, asked.folder / "logs")
+    result.must_be_none("steps taken twice", expected_verdicts.find_repeated(*STEPS))
+    expected_verdicts.judge_traffic(result, sent.answers)
+    expected_verdicts.judge_end(result, merchants)
+    expected_verdicts.judge_logs(result, options.folder / "logs")
     return result

@@ -3,11 +3,11 @@
 import signal
 import time
 
-from tests.faults import truth
+from tests.faults import expected_verdicts
 from tests.faults.campaign import begin_campaign, count_closed, is_over, judge_campaign
-from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, restarted, served, until
-from tests.faults.results import Asked, Result, say
+from tests.faults.results import Options, Result, say
 from tests.faults.traffic import Traffic
 
 MEMBERS = 60
@@ -20,12 +20,12 @@ BEGIN_SECONDS = 300
 END_SECONDS = 900
 
 
-def run(asked: Asked) -> Result:
-    result, broker, outages = Result("members"), asked.servers[asked.choice], []
+def run(options: Options) -> Result:
+    result, broker, outages = Result("members"), options.servers[options.choice], []
     merchants, token = make_merchants(MEMBERS), gateway_token()
     with (
-        served(asked.folder) as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as sent,
+        served(options.folder) as (service, port),
+        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
     ):
         campaign = begin_campaign()
         try:
@@ -38,7 +38,7 @@ def run(asked: Asked) -> Result:
             stopped_at = time.time()
             broker.stop(signal.SIGKILL)
             before = count_closed(campaign)
-            say(f"{asked.choice} is killed, with {before} of {MEMBERS} rotations completed")
+            say(f"{options.choice} is killed, with {before} of {MEMBERS} rotations completed")
             until_then = time.monotonic() + AWAY_SECONDS
             while time.monotonic() < until_then:
                 service.restart_ended()
@@ -47,7 +47,7 @@ def run(asked: Asked) -> Result:
             broker.start()
             back_at = time.monotonic()
             outages.append((stopped_at, time.time() + RIGHT_WITHIN_SECONDS))
-            say(f"{asked.choice} is back")
+            say(f"{options.choice} is back")
             until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.restart_ended)
             result.counts["seconds from its return to the end"] = round(time.monotonic() - back_at, 1)
         except GaveUpError as gave_up:
@@ -55,7 +55,7 @@ def run(asked: Asked) -> Result:
     result.n = MEMBERS
     result.counts["programs started again"] = sum("starts again" in line for line in restarted)
     judge_campaign(result, campaign, MEMBERS)
-    truth.judge_traffic(result, sent.answers)
-    truth.judge_end(result, merchants)
-    truth.judge_logs(result, asked.folder / "logs", outages)
+    expected_verdicts.judge_traffic(result, sent.answers)
+    expected_verdicts.judge_end(result, merchants)
+    expected_verdicts.judge_logs(result, options.folder / "logs", outages)
     return result

@@ -11,7 +11,7 @@ from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.domain.states import CLOSED
 from rotation.models import Campaign, Rotation
 from rotation.services.campaigns.campaigns import get_campaign, request_campaign
-from tests.faults import truth
+from tests.faults import expected_verdicts
 from tests.faults.results import Result
 from tests.rotation import scene
 
@@ -56,4 +56,4 @@ def judge_campaign(result: Result, campaign: Campaign, members: int) -> None:
     result.must_be_none("not completed", others)
     result.must_be(len(credentials) == members, f"{len(credentials)} of {members} credentials were rotated")
     result.must_be(begun == members, f"{begun} rotations of {members} credentials")
-    result.must_be_none("steps taken twice", truth.find_repeated(*ONCE))
+    result.must_be_none("steps taken twice", expected_verdicts.find_repeated(*ONCE))

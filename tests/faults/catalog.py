@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """An experiment: the function `run(asked: Asked) -> Result` of `module`.
+    """An experiment: the function `run(options: Options) -> Result` of `module`.
 
     `minutes`: approximate duration on two cores. `is_beside`: it runs beside the others, with the processor time
     that they leave. `group`: neighbors of one group run at the same time; they wait more than they work.
@@ -77,7 +77,7 @@ EXPERIMENTS = (
         database="sqlite",
         servers=_ON_SQLITE,
     ),
-    Experiment("fire", "fire", "200 credentials rotated by a campaign under constant traffic", 2.5),
+    Experiment("traffic", "under_traffic", "200 credentials rotated by a campaign under constant traffic", 2.5),
     Experiment(
         "feed",
         "feed",

@@ -7,10 +7,10 @@ from keyvault.domain.keys import KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Key, Notice
-from tests.faults import truth
-from tests.faults.cast import gateway_token, make_merchants
+from tests.faults import expected_verdicts
+from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, served, until
-from tests.faults.results import Asked, Result, say
+from tests.faults.results import Options, Result, say
 from tests.faults.traffic import Merchant, Traffic
 from tests.rotation import scene
 
@@ -27,7 +27,7 @@ REFUSALS = 3
 STEP_SECONDS = 300
 
 
-def run(asked: Asked) -> Result:
+def run(options: Options) -> Result:
     result = Result("clocks", n=len(SKEWS))
     merchants, token = make_merchants(MERCHANTS), gateway_token()
     place, long_ago = scene.account("overdue"), datetime.now(UTC) - timedelta(days=2)
@@ -37,39 +37,39 @@ def run(asked: Asked) -> Result:
     ]
     try:
         for skew in SKEWS:
-            _serve_skewed(asked, result, merchants, token, overdue, skew)
+            _serve_skewed(options, result, merchants, token, overdue, skew)
         result.must_be(Notice.objects.filter(kind=NoticeKind.CLOCK_DIFFERS).exists(), "there is no alarm")
-        with served(asked.folder) as (service, _):
+        with served(options.folder) as (service, _):
             until("the overdue keys to expire", lambda: not _list_active(overdue), STEP_SECONDS, service.restart_ended)
     except GaveUpError as gave_up:
         result.must_be(False, str(gave_up))
-    truth.judge_end(result, merchants)
+    expected_verdicts.judge_end(result, merchants)
     return result
 
 
 def _serve_skewed(
-    asked: Asked, result: Result, merchants: Sequence[Merchant], token: Plaintext, overdue: list[str], skew: float
+    options: Options, result: Result, merchants: Sequence[Merchant], token: Plaintext, overdue: list[str], skew: float
 ) -> None:
-    before, clock = _count_refusals(asked), asked.folder / "clock"
+    before, clock = _count_refusals(options), options.folder / "clock"
     clock.write_text(str(skew))
     with (
-        served(asked.folder, environ={"FAULTS_CLOCK": str(clock)}, wrapper="tests.faults.skewed") as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as sent,
+        served(options.folder, environ={"FAULTS_CLOCK": str(clock)}, wrapper="tests.faults.skewed") as (service, port),
+        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
     ):
         say(f"the workers' clock is {skew:+.0f} s from PostgreSQL's")
         until(
             "the workers to refuse",
-            lambda: _count_refusals(asked) >= before + REFUSALS,
+            lambda: _count_refusals(options) >= before + REFUSALS,
             STEP_SECONDS,
             service.restart_ended,
         )
         ended = sorted(set(overdue) - set(_list_active(overdue)))
     result.must_be_none("ended under a wrong clock", ended)
-    truth.judge_traffic(result, sent.answers)
+    expected_verdicts.judge_traffic(result, sent.answers)
 
 
-def _count_refusals(asked: Asked) -> int:
-    return sum(log.read_text(errors="replace").count(REFUSED) for log in (asked.folder / "logs").glob("worker*.log"))
+def _count_refusals(options: Options) -> int:
+    return sum(log.read_text(errors="replace").count(REFUSED) for log in (options.folder / "logs").glob("worker*.log"))
 
 
 def _list_active(keys: list[str]) -> list[str]:

@@ -56,7 +56,7 @@ from rotation.services.rotations.requests import reissue_key
 from rotation.services.rotations.side_effects import forget_due
 from tests.clocks import Clock
 from tests.factories import the_operator
-from tests.faults.crashing import NOWHERE, Bomb
+from tests.faults.crashing import NOWHERE, CrashInjector
 from tests.rotation import scene
 from tests.verifiers import make_verifier
 
@@ -101,7 +101,7 @@ def main() -> None:
     notes = notes_of("forward")
     report: dict[str, Any] = {"crash_points": 0, "violations": []}
     for point in range(1, 500):
-        killed, violations = run_once(FORWARD, Bomb(point, notes))
+        killed, violations = run_once(FORWARD, CrashInjector(point, notes))
         report["violations"] += [f"point {point}: {violation}" for violation in violations]
         if not killed:
             break
@@ -125,7 +125,7 @@ def run_at(journey: Journey, edges: list[str], report: dict[str, Any]) -> list[s
     """Run once for each crash point. Return those at which the run was killed."""
     met_again = []
     for edge in edges:
-        killed, violations = run_once(journey, Bomb(edge))
+        killed, violations = run_once(journey, CrashInjector(edge))
         report["violations"] += [f"{edge}: {violation}" for violation in violations]
         met_again += [edge] if killed else []
     return met_again
@@ -133,7 +133,7 @@ def run_at(journey: Journey, edges: list[str], report: dict[str, Any]) -> list[s
 
 def learn(journey: Journey, name: str) -> list[str]:
     """Return the crash points of a journey, from an undisturbed run."""
-    killed, violations = run_once(journey, Bomb(NOWHERE, notes_of(name)))
+    killed, violations = run_once(journey, CrashInjector(NOWHERE, notes_of(name)))
     if killed or violations:
         raise SystemExit(f"undisturbed it fails: {violations}")
     return met(notes_of(name))
@@ -147,8 +147,8 @@ def met(notes: Path) -> list[str]:
     return list(dict.fromkeys(notes.read_text().split("\n")[:-1]))
 
 
-def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
-    """Rotate once, killed by the bomb, and finish. Return whether it was killed, and the violations."""
+def run_once(journey: Journey, injector: CrashInjector) -> tuple[bool, list[str]]:
+    """Rotate once, killed by the injector, and finish. Return whether it was killed, and the violations."""
     clock = Clock(datetime.now(UTC))
     key, _ = scene.issue(scene.account(MERCHANT), clock())
     rotation = journey.begin(key, clock())
@@ -158,12 +158,12 @@ def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
     )
     if journey.is_awaited:
         make_verifier(VERIFIER, staleness_ms=3_600_000)
-    status = in_child(lambda: drive(journey, rotation.rotation_id, clock, reporter, bomb))
+    status = in_child(lambda: drive(journey, rotation.rotation_id, clock, reporter, injector))
     killed = os.WIFSIGNALED(status)
     violations = check(journey, rotation.rotation_id, "after the kill")
     # Much later: the lease of the killed worker has expired.
     clock.tick(300)
-    status = in_child(lambda: drive(journey, rotation.rotation_id, clock, reporter, Bomb()))
+    status = in_child(lambda: drive(journey, rotation.rotation_id, clock, reporter, CrashInjector()))
     if status != 0:
         violations.append(f"the second worker ended with status {status}")
     violations += check(journey, rotation.rotation_id, "at the end")
@@ -182,9 +182,9 @@ def run_once(journey: Journey, bomb: Bomb) -> tuple[bool, list[str]]:
     return killed, violations
 
 
-def drive(journey: Journey, rotation_id: str, clock: Clock, reporter: UsageLog, bomb: Bomb) -> None:
+def drive(journey: Journey, rotation_id: str, clock: Clock, reporter: UsageLog, injector: CrashInjector) -> None:
     """Act as worker, operator and merchant in turn, until the rotation is closed."""
-    bomb.plant()
+    injector.install()
     for _ in range(ROUNDS):
         rotation = get_rotation(rotation_id)
         if rotation.closed_at is not None:
@@ -244,19 +244,19 @@ def destroy_what_is_due() -> None:
         destroy_string(authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=datetime.now(UTC)), key)
 
 
-def in_child(act: Callable[[], None]) -> int:
+def in_child(run: Callable[[], None]) -> int:
     """Run in a forked child, which opens its own connections. Return its wait status."""
     connections.close_all()
     pid = os.fork()
     if pid == 0:
-        _exit_after(act)
+        _exit_after(run)
     return os.waitpid(pid, 0)[1]
 
 
-def _exit_after(act: Callable[[], None]) -> NoReturn:
+def _exit_after(run: Callable[[], None]) -> NoReturn:
     code = 1
     try:
-        act()
+        run()
         code = 0
     finally:
         sys.stderr.flush()

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keyvault.management.supervisor import Supervisor
-from tests.faults import truth
-from tests.faults.cast import gateway_token, make_merchants
+from tests.faults import expected_verdicts
 from tests.faults.crashing import NOWHERE
-from tests.faults.journeys import Journeys
-from tests.faults.programs import GaveUpError, Nursery, served
-from tests.faults.results import Asked, Result, say
+from tests.faults.merchants import gateway_token, make_merchants
+from tests.faults.programs import GaveUpError, WorkerLauncher, served
+from tests.faults.results import Options, Result, say
 from tests.faults.traffic import Traffic
+from tests.faults.workload import Workload
 
 CREDENTIALS = 36
 REQUESTS_PER_SECOND = 60
@@ -55,67 +55,69 @@ REQUIRED = tuple(
 """Crash points at which a worker must be killed, however long that takes. Others are added as they are found."""
 
 
-def run(asked: Asked) -> Result:
+def run(options: Options) -> Result:
     result = Result("kills")
     merchants, token = make_merchants(CREDENTIALS), gateway_token()
-    with served(asked.folder, workers=0) as (service, port):
-        nursery = Nursery(asked.folder, asked.folder / "edges")
+    with served(options.folder, workers=0) as (service, port):
+        launcher = WorkerLauncher(options.folder, options.folder / "edges")
         try:
-            with Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as traffic:
-                _kill_and_recover(asked, result, service, nursery, Journeys(merchants, asked.seed))
+            with Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as traffic:
+                _kill_and_recover(options, result, service, launcher, Workload(merchants, options.seed))
         finally:
-            nursery.close()
-    truth.judge_traffic(result, traffic.answers)
-    truth.judge_end(result, merchants)
-    truth.judge_logs(result, nursery.log.parent, kills_workers=True)
+            launcher.close()
+    expected_verdicts.judge_traffic(result, traffic.answers)
+    expected_verdicts.judge_end(result, merchants)
+    expected_verdicts.judge_logs(result, launcher.log.parent, kills_workers=True)
     return result
 
 
-def _kill_and_recover(asked: Asked, result: Result, service: Supervisor, nursery: Nursery, journeys: Journeys) -> None:
-    edges, ends_at = _Edges(asked.folder / "edges"), time.monotonic() + asked.minutes * 60 - RECOVERED_IN_SECONDS
-    nursery.bear(NOWHERE)
-    _live(LEARN_SECONDS, service, nursery, journeys)
-    nursery.end_worker()
+def _kill_and_recover(
+    options: Options, result: Result, service: Supervisor, launcher: WorkerLauncher, workload: Workload
+) -> None:
+    edges, ends_at = _Edges(options.folder / "edges"), time.monotonic() + options.minutes * 60 - RECOVERED_IN_SECONDS
+    launcher.launch(NOWHERE)
+    _live(LEARN_SECONDS, service, launcher, workload)
+    launcher.end_worker()
     say(f"{len(edges.read())} crash points so far")
     for point in edges.untried():
         if time.monotonic() > ends_at and point not in REQUIRED:
             continue
-        born_at = time.monotonic()
-        nursery.bear(point)
-        if _live(MEET_SECONDS, service, nursery, journeys):
-            status = nursery.reap()
+        started_at = time.monotonic()
+        launcher.launch(point)
+        if _live(MEET_SECONDS, service, launcher, workload):
+            status = launcher.reap()
             result.must_be(os.WIFSIGNALED(status), f"{point}: the worker ended with wait status {status}")
             edges.killed.append(point)
-            say(f"killed at {point} after {time.monotonic() - born_at:.1f} s")
+            say(f"killed at {point} after {time.monotonic() - started_at:.1f} s")
         else:
-            nursery.end_worker()
+            launcher.end_worker()
             edges.missed.append(point)
-        some = journeys.ordinary[len(edges.killed) % 3 :: 3]
-        keyless = [f"after {point}: {each}" for each in truth.find_keyless(some)]
+        some = workload.ordinary[len(edges.killed) % 3 :: 3]
+        keyless = [f"after {point}: {each}" for each in expected_verdicts.find_keyless(some)]
         result.must_be_none("credentials without a usable key", keyless)
     result.n = len(edges.killed)
     say(f"{result.n} kills; not met again: {', '.join(edges.missed) or 'none'}")
     result.counts |= {"crash points": len(edges.read()), "not met again": len(edges.missed)}
     result.must_be_none("crash points left out", sorted(set(REQUIRED) - set(edges.killed)))
-    nursery.bear(NOWHERE)
-    journeys.end()
+    launcher.launch(NOWHERE)
+    workload.end()
     began = time.monotonic()
     try:
-        journeys.until_over(RECOVER_SECONDS, service.restart_ended)
+        workload.until_over(RECOVER_SECONDS, service.restart_ended)
     except GaveUpError as waited:
         say(str(waited))  # the count of stuck rotations reports it
-    nursery.end_worker()
-    result.counts |= {"seconds to recover": round(time.monotonic() - began), **journeys.counts()}
+    launcher.end_worker()
+    result.counts |= {"seconds to recover": round(time.monotonic() - began), **workload.counts()}
 
 
-def _live(seconds: float, service: Supervisor, nursery: Nursery, journeys: Journeys) -> bool:
+def _live(seconds: float, service: Supervisor, launcher: WorkerLauncher, workload: Workload) -> bool:
     """Wait until the worker has ended, or for that time. Return whether it has ended."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if nursery.has_ended(0.05):
+        if launcher.has_ended(0.05):
             return True
         service.restart_ended()
-        journeys.tend()
+        workload.poll()
     return False
 
 

@@ -25,7 +25,7 @@ from rotation.models import LedgerEntry
 NOWHERE = "nowhere"
 
 _WRITE = re.compile(r"(INSERT|UPDATE|DELETE)\b(?: OR \w+)?(?: INTO| FROM)? \"?(?:keyvault_|rotation_)?(\w+)")
-_LEASE_ACTS = {
+_LEASE_CHANGES = {
     "claim": "claim",
     "claim_early": "claim",
     "claim_dispatched": "claim",
@@ -44,11 +44,11 @@ class _Thread(threading.local):
 
     step = "turn"
     event = ""
-    act = ""
+    change = ""
     inner = 0
 
 
-class Bomb:
+class CrashInjector:
     """Kills this process at its n-th crash point, counting from 1, or at the first one of that name.
 
     0 and `nowhere`: never. `names`: the crash points passed, in order; each new one is added to `notes` as a line.
@@ -76,15 +76,15 @@ class Bomb:
             with self._notes.open("ab", buffering=0) as file:
                 file.write(f"{name}\n".encode())
 
-    def plant(self) -> None:
+    def install(self) -> None:
         """Wrap the outermost commits, the writes that commit by themselves, the backend's writes, and messages."""
-        self._plant_commits()
-        self._plant_statements()
-        self._plant_ledger()
+        self._wrap_commits()
+        self._wrap_statements()
+        self._wrap_ledger()
         for effect in ("put", "soft_delete", "undelete", "destroy", "forget"):
-            self._plant_call(LocalKeystore, effect, effect)
+            self._wrap_call(LocalKeystore, effect, effect)
 
-    def _plant_call(self, owner: Any, attribute: str, effect: str, step: str = "") -> None:
+    def _wrap_call(self, owner: Any, attribute: str, effect: str, step: str = "") -> None:
         call = getattr(owner, attribute)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ class Bomb:
 
         setattr(owner, attribute, wrapped)
 
-    def _plant_commits(self) -> None:
+    def _wrap_commits(self) -> None:
         thread = self._thread
         patched: Any = recording
         commit = patched._commit
@@ -112,7 +112,7 @@ class Bomb:
         def left(block: Any, kind: Any, *rest: Any) -> Any:
             if len(connections["default"].atomic_blocks) != 1:
                 return leave(block, kind, *rest)
-            step, thread.event = thread.event or thread.act or "transaction", ""
+            step, thread.event = thread.event or thread.change or "transaction", ""
             end = "commit" if kind is None else "rollback"
             self.tick(f"{step}:before-{end}")
             result = leave(block, kind, *rest)
@@ -121,30 +121,30 @@ class Bomb:
 
         atomic.__exit__ = left
 
-    def _plant_statements(self) -> None:
-        for function, act in _LEASE_ACTS.items():
-            self._plant_lease_act(function, act)
+    def _wrap_statements(self) -> None:
+        for function, change in _LEASE_CHANGES.items():
+            self._wrap_lease_change(function, change)
 
         def watch(connection: Any, **_: Any) -> None:
             if self._around_statement not in connection.execute_wrappers:
                 connection.execute_wrappers.append(self._around_statement)
 
-        # Each thread has a connection of its own. Kept alive by the bomb, since signals hold no handler.
+        # Each thread has a connection of its own. Kept alive by the injector, since signals hold no handler.
         self._watch = watch
         connection_created.connect(watch)
         watch(connections["default"])
 
-    def _plant_lease_act(self, function: str, act: str) -> None:
+    def _wrap_lease_change(self, function: str, change: str) -> None:
         thread, call = self._thread, getattr(leases, function)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            thread.act = act
-            if act in {"claim", "release"}:
+            thread.change = change
+            if change in {"claim", "release"}:
                 thread.step, thread.inner = "turn", 0
             try:
                 return call(*args, **kwargs)
             finally:
-                thread.act = ""
+                thread.change = ""
 
         setattr(leases, function, wrapped)
 
@@ -156,13 +156,13 @@ class Bomb:
         if table == "ledgerentry":
             name = (self._thread.step, "ledger-outcome")
         else:
-            name = (self._thread.act or table, written[1].lower())
+            name = (self._thread.change or table, written[1].lower())
         self.tick(f"{name[0]}:before-{name[1]}")
         result = execute(sql, params, many, context)
         self.tick(f"{name[0]}:after-{name[1]}")
         return result
 
-    def _plant_ledger(self) -> None:
+    def _wrap_ledger(self) -> None:
         """Wrap ledger writes: the row names the thread's step from then on."""
         thread = self._thread
 

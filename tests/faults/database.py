@@ -13,11 +13,11 @@ from django.db import InterfaceError, OperationalError, connections
 
 from keyvault.management.supervisor import Supervisor
 from rotation.models import Campaign
-from tests.faults import truth
+from tests.faults import expected_verdicts
 from tests.faults.campaign import begin_campaign, count_closed, is_over, judge_campaign
-from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, restarted, served, until
-from tests.faults.results import Asked, Result, say
+from tests.faults.results import Options, Result, say
 from tests.faults.servers import Restartable
 from tests.faults.traffic import Traffic
 
@@ -32,19 +32,19 @@ END_SECONDS = 900
 WAYS = {"fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 
 
-def run(asked: Asked) -> Result:
+def run(options: Options) -> Result:
     result, outages = Result("restarts", n=len(WAYS)), []
     merchants, token = make_merchants(MEMBERS), gateway_token()
     with (
-        served(asked.folder) as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as sent,
+        served(options.folder) as (service, port),
+        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
     ):
         campaign = begin_campaign()
         try:
             for number, (name, how) in enumerate(WAYS.items(), 1):
                 enough = partial(_has_closed, campaign, MEMBERS * number // (len(WAYS) + 2))
                 until("rotations to be closed", _in_spite(enough), STEP_SECONDS, service.restart_ended)
-                outages.append(_restart(asked.servers["postgres"], service, name, how))
+                outages.append(_restart(options.servers["postgres"], service, name, how))
             over = _in_spite(lambda: is_over(campaign, MEMBERS))
             began = time.monotonic()
             until("the end of the campaign", over, END_SECONDS, service.restart_ended)
@@ -55,9 +55,9 @@ def run(asked: Asked) -> Result:
         service.wait(RIGHT_WITHIN_SECONDS)
     result.counts["programs started again"] = sum("starts again" in line for line in restarted)
     judge_campaign(result, campaign, MEMBERS)
-    truth.judge_traffic(result, sent.answers, outages)
-    truth.judge_end(result, merchants)
-    truth.judge_logs(result, asked.folder / "logs", outages)
+    expected_verdicts.judge_traffic(result, sent.answers, outages)
+    expected_verdicts.judge_end(result, merchants)
+    expected_verdicts.judge_logs(result, options.folder / "logs", outages)
     return result
 
 

@@ -4,12 +4,12 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from tests.faults import truth
+from tests.faults import expected_verdicts
 from tests.faults.campaign import begin_campaign, is_over, judge_campaign
-from tests.faults.cast import gateway_token, make_merchants
-from tests.faults.losing import SEED, TALLY
+from tests.faults.merchants import gateway_token, make_merchants
+from tests.faults.message_loss import SEED, TALLY
 from tests.faults.programs import GaveUpError, served, until
-from tests.faults.results import Asked, Result
+from tests.faults.results import Options, Result
 from tests.faults.traffic import Traffic
 
 MEMBERS = 60
@@ -19,13 +19,13 @@ FEWEST = 0.15
 """Minimum share of lost and of duplicate messages. With fewer the experiment proves nothing."""
 
 
-def run(asked: Asked) -> Result:
-    result, tally = Result("messages"), asked.folder / "messages"
+def run(options: Options) -> Result:
+    result, tally = Result("messages"), options.folder / "messages"
     merchants, token = make_merchants(MEMBERS), gateway_token()
-    losing = {SEED: str(asked.seed), TALLY: str(tally)}
+    loss = {SEED: str(options.seed), TALLY: str(tally)}
     with (
-        served(asked.folder, environ=losing, wrapper="tests.faults.lossy") as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as sent,
+        served(options.folder, environ=loss, wrapper="tests.faults.lossy_celery") as (service, port),
+        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
     ):
         campaign = begin_campaign()
         try:
@@ -34,9 +34,9 @@ def run(asked: Asked) -> Result:
             result.must_be(False, str(gave_up))
     _count(result, tally)
     judge_campaign(result, campaign, MEMBERS)
-    truth.judge_traffic(result, sent.answers)
-    truth.judge_end(result, merchants)
-    truth.judge_logs(result, asked.folder / "logs")
+    expected_verdicts.judge_traffic(result, sent.answers)
+    expected_verdicts.judge_end(result, merchants)
+    expected_verdicts.judge_logs(result, options.folder / "logs")
     return result
 
 

@@ -22,7 +22,7 @@ from keyvault.management.service import ADDRESS
 from tests.factories import make_token
 from tests.faults.hosts import copy_data
 from tests.faults.programs import GaveUpError, served, until
-from tests.faults.results import Asked, Result, say
+from tests.faults.results import Options, Result, say
 from tests.faults.traffic import Client
 from tests.rotation import scene
 
@@ -32,7 +32,7 @@ DISK_BYTES = 160 * 1024 * 1024
 STEP_SECONDS = 300
 
 
-def run(asked: Asked) -> Result:
+def run(options: Options) -> Result:
     result = Result("keys revoked", n=VICTIMS)
     gateway = make_token(P.KEYS_VERIFY, name="gateway")[1]
     responder = make_token(P.KEYS_REVOKE, name="responder")[1]
@@ -42,7 +42,7 @@ def run(asked: Asked) -> Result:
         data = _move(disk)
         environ = {"KEYVAULT_DATA_DIR": str(data), "KEYVAULT_DATABASE_URL": f"sqlite:///{data}/keyvault.sqlite3"}
         try:
-            with served(asked.folder, environ=environ) as (service, port):
+            with served(options.folder, environ=environ) as (service, port):
                 client = Client(port, gateway)
                 until("readiness", lambda: not _is_named_full(port), STEP_SECONDS, service.restart_ended)
                 for key_id, _ in victims:
@@ -57,7 +57,7 @@ def run(asked: Asked) -> Result:
                 _judge(result, client, victims, good)
                 client.close()
             # Restarted, from what is on the disk.
-            with served(asked.folder, environ=environ) as (_, port):
+            with served(options.folder, environ=environ) as (_, port):
                 client = Client(port, gateway)
                 _judge(result, client, victims, good)
                 client.close()

@@ -27,14 +27,14 @@ from keyvault.models import Key
 from keyvault.services.keys.lifecycle import revoke_key
 from tests.environment import ROOT
 from tests.factories import grant
-from tests.faults import truth
+from tests.faults import expected_verdicts
 from tests.faults.campaign import begin_campaign, is_over
-from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, served, until
-from tests.faults.results import Asked, Result, say
+from tests.faults.proxy import Proxy
+from tests.faults.results import Options, Result, say
 from tests.faults.servers import DATABASE_NAME, Restartable
 from tests.faults.traffic import Answer, Client, Merchant, Traffic
-from tests.faults.wire import Wire
 from tests.rotation import scene
 from tests.servers import postgres
 from tests.servers.throwaway import Place, Plan, new_directory, unprivileged_owner
@@ -51,24 +51,24 @@ END_SECONDS = 600
 AWAY_SECONDS = 6
 
 
-def run(asked: Asked) -> Result:
-    result, primary = Result("keys revoked", n=REPLICATED + UNREPLICATED), asked.servers["postgres"]
+def run(options: Options) -> Result:
+    result, primary = Result("keys revoked", n=REPLICATED + UNREPLICATED), options.servers["postgres"]
     merchants, token = make_merchants(MEMBERS), gateway_token()
     victims = [_issue(number) for number in range(REPLICATED + UNREPLICATED)]
-    wire = Wire(urlsplit(primary.url).port or 0)
+    proxy = Proxy(urlsplit(primary.url).port or 0)
     try:
-        with _standby(primary.url, wire) as standby:
+        with _standby(primary.url, proxy) as standby:
             environ = {"KEYVAULT_DATABASE_URL": _both_hosts(os.environ["KEYVAULT_DATABASE_URL"])}
-            _lose_primary(asked, result, primary, standby, wire, merchants, victims, token, environ)
+            _lose_primary(options, result, primary, standby, proxy, merchants, victims, token, environ)
             _promote(standby)
             _follow_promoted(environ)
             _recover(result, victims, environ)
-            _serve_again(asked, result, merchants, victims, token, environ)
+            _serve_again(options, result, merchants, victims, token, environ)
             connections.close_all()
     except GaveUpError as gave_up:
         result.must_be(False, str(gave_up))
     finally:
-        wire.close()
+        proxy.close()
     return result
 
 
@@ -81,12 +81,12 @@ def _issue(number: int) -> tuple[str, Plaintext]:
 
 
 @contextmanager
-def _standby(url: str, wire: Wire) -> Iterator[Restartable]:
-    """A standby of the primary at `url`, made with pg_basebackup, that streams through the wire."""
+def _standby(url: str, proxy: Proxy) -> Iterator[Restartable]:
+    """A standby of the primary at `url`, made with pg_basebackup, that streams through the proxy."""
     owner = unprivileged_owner()
     port = urlsplit(url).port or 0
     place = Place(new_directory("kv-standby-", owner), port, owner)
-    server = Restartable(_plan_standby(url, wire, place), place)
+    server = Restartable(_plan_standby(url, proxy, place), place)
     try:
         server.wait_until_ready()
         yield server
@@ -94,11 +94,11 @@ def _standby(url: str, wire: Wire) -> Iterator[Restartable]:
         server.end()
 
 
-def _plan_standby(url: str, wire: Wire, place: Place) -> Plan:
+def _plan_standby(url: str, proxy: Proxy, place: Place) -> Plan:
     binary = postgres.find_postgres()
     assert binary is not None
     parts = urlsplit(url)
-    source = urlunsplit(parts._replace(netloc=f"{parts.username}:{parts.password}@127.0.0.1:{wire.port}"))
+    source = urlunsplit(parts._replace(netloc=f"{parts.username}:{parts.password}@127.0.0.1:{proxy.port}"))
     here = urlunsplit(parts._replace(netloc=f"{parts.username}:{parts.password}@{STANDBY_ADDRESS}:{place.port}"))
     data = place.directory / "data"
     settings = {
@@ -166,11 +166,11 @@ def _follow_promoted(environ: Mapping[str, str]) -> None:
 
 
 def _lose_primary(
-    asked: Asked,
+    options: Options,
     result: Result,
     primary: Restartable,
     standby: Restartable,
-    wire: Wire,
+    proxy: Proxy,
     merchants: list[Merchant],
     victims: list[tuple[str, Plaintext]],
     token: Plaintext,
@@ -178,14 +178,14 @@ def _lose_primary(
 ) -> None:
     """Revoke on the primary, part of it unseen by the standby, and kill the primary under traffic. Then stop all."""
     with (
-        served(asked.folder, environ=environ) as (service, port),
-        Traffic(merchants, port, token, 40, asked.seed) as sent,
+        served(options.folder, environ=environ) as (service, port),
+        Traffic(merchants, port, token, 40, options.seed) as sent,
     ):
         client = Client(port, token)
         result.must_be_none("refused that should pass", _must_allow(client, victims))
         _revoke(victims[:REPLICATED])
         until("the standby to follow", lambda: _has_streamed(primary, standby), STREAM_SECONDS, service.restart_ended)
-        wire.order("hold")
+        proxy.send_command("hold")
         _revoke(victims[REPLICATED:])
         result.must_be_none("allowed that should not", _must_refuse(client, victims))
         result.must_be(not _has_streamed(primary, standby), "the standby has what it should lack")
@@ -249,7 +249,7 @@ def _recover(result: Result, victims: list[tuple[str, Plaintext]], environ: Mapp
 
 
 def _serve_again(
-    asked: Asked,
+    options: Options,
     result: Result,
     merchants: list[Merchant],
     victims: list[tuple[str, Plaintext]],
@@ -258,8 +258,8 @@ def _serve_again(
 ) -> None:
     """The service starts on the promoted server, refuses what was revoked, and rotates."""
     with (
-        served(asked.folder, environ=environ) as (service, port),
-        Traffic(merchants, port, token, 40, asked.seed) as sent,
+        served(options.folder, environ=environ) as (service, port),
+        Traffic(merchants, port, token, 40, options.seed) as sent,
     ):
         client = Client(port, token)
         result.must_be_none("allowed that should not", _must_refuse(client, victims))
@@ -268,5 +268,5 @@ def _serve_again(
         result.must_be_none("allowed that should not", _must_refuse(client, victims))
         client.close()
     result.counts["rotated afterwards"] = campaign.rotations.filter(state="completed").count()
-    truth.judge_traffic(result, sent.answers)
-    truth.judge_end(result, merchants)
+    expected_verdicts.judge_traffic(result, sent.answers)
+    expected_verdicts.judge_end(result, merchants)

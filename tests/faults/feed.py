@@ -13,38 +13,40 @@ from pathlib import Path
 
 from django.conf import settings
 
-from tests.faults.acting import Acts, act_at_random, make_cast, watch_receipts
 from tests.faults.answer_checks import Outages, judge
-from tests.faults.asking import Asking
+from tests.faults.changes import SubjectChanges, change_at_random, make_subjects, watch_receipts
+from tests.faults.experiment_process import UNLIMITED
 from tests.faults.feed_cuts import CUTS
+from tests.faults.feed_scene import FeedScene, await_recovery
 from tests.faults.hosts import Host, copy_data
-from tests.faults.inside import UNLIMITED
 from tests.faults.programs import GaveUpError
-from tests.faults.results import Asked, Result, say
-from tests.faults.stage import Stage, heal
+from tests.faults.results import Options, Result, say
+from tests.faults.sender import RequestSender
 
 VICTIMS_OF_A_CUT = 15
 TOKENS = 10
-ACT_SECONDS = 0.5
+CHANGE_SECONDS = 0.5
 
 
-def run(asked: Asked) -> Result:
-    result, dice = Result("cuts"), random.Random(asked.seed)  # noqa: S311  a test's own dice
-    cuts = dice.sample(CUTS, len(CUTS))
-    with staged(asked.folder, result, dice, victims=VICTIMS_OF_A_CUT * len(cuts), tokens=TOKENS, workers=2) as stage:
-        stage.postgres = asked.servers["postgres"]
-        perform(stage, cuts)
+def run(options: Options) -> Result:
+    result, rng = Result("cuts"), random.Random(options.seed)  # noqa: S311  not for secrets
+    cuts = rng.sample(CUTS, len(CUTS))
+    with running_scene(
+        options.folder, result, rng, victims=VICTIMS_OF_A_CUT * len(cuts), tokens=TOKENS, workers=2
+    ) as scene:
+        scene.postgres = options.servers["postgres"]
+        perform(scene, cuts)
     return result
 
 
 @contextmanager
-def staged(
-    folder: Path, result: Result, dice: random.Random, *, victims: int, tokens: int, workers: int, rate: float = 400.0
-) -> Iterator[Stage]:
+def running_scene(
+    folder: Path, result: Result, rng: random.Random, *, victims: int, tokens: int, workers: int, rate: float = 400.0
+) -> Iterator[FeedScene]:
     """Start the hosts, and the threads that send requests and make changes. The responses are checked on exit."""
     outages, stop = Outages(), threading.Event()
     say(f"{victims} keys to revoke are issued")
-    cast = make_cast(victims, tokens)
+    subjects = make_subjects(victims, tokens)
     with ExitStack() as stack:
         hosts = []
         for name, data in (
@@ -55,34 +57,38 @@ def staged(
             stack.callback(hosts[-1].close)
         for host in hosts:
             host.wait_until_ready()
-        asking = Asking(hosts, cast.questions, dice.randrange(2**32), rate)
-        acts = Acts(cast, asking.attend)
-        chance = random.Random(dice.randrange(2**32))  # noqa: S311  a test's own dice
+        sender = RequestSender(hosts, subjects.requests, rng.randrange(2**32), rate)
+        changes = SubjectChanges(subjects, sender.prefer)
+        change_rng = random.Random(rng.randrange(2**32))  # noqa: S311  not for secrets
         threads = [
-            threading.Thread(target=act_at_random, args=(acts, chance, stop, ACT_SECONDS)),
-            threading.Thread(target=watch_receipts, args=(acts, stop)),
+            threading.Thread(target=change_at_random, args=(changes, change_rng, stop, CHANGE_SECONDS)),
+            threading.Thread(target=watch_receipts, args=(changes, stop)),
         ]
-        with asking:
+        with sender:
             try:
                 for thread in threads:
                     thread.start()
-                yield Stage(hosts[0], hosts[1], acts, asking, outages, result, dice, settings.MAX_STALENESS_SECONDS)
+                yield FeedScene(
+                    hosts[0], hosts[1], changes, sender, outages, result, rng, settings.MAX_STALENESS_SECONDS
+                )
             finally:
                 stop.set()
                 for thread in threads:
                     thread.join()
-        judge(result, list(asking.replies), acts, outages, "here", settings.MAX_STALENESS_SECONDS)
+        judge(result, list(sender.replies), changes, outages, "here", settings.MAX_STALENESS_SECONDS)
 
 
-def perform(stage: Stage, cuts: Sequence[Callable[[Stage], None]]) -> None:
+def perform(scene: FeedScene, cuts: Sequence[Callable[[FeedScene], None]]) -> None:
     try:
-        with stage.outage():
-            heal(stage)
+        with scene.outage():
+            await_recovery(scene)
         for cut in cuts:
-            say(f"{cut.__name__.replace('_', ' ')} ({len(stage.asking.replies)} answers, {stage.acts.count} acts)")
-            stage.acts.when = cut.__name__
-            cut(stage)
-            heal(stage)
-            stage.result.n += 1
+            say(
+                f"{cut.__name__.replace('_', ' ')} ({len(scene.sender.replies)} answers, {scene.changes.count} changes)"
+            )
+            scene.changes.when = cut.__name__
+            cut(scene)
+            await_recovery(scene)
+            scene.result.n += 1
     except GaveUpError as gave_up:
-        stage.result.must_be(False, str(gave_up))
+        scene.result.must_be(False, str(gave_up))

@@ -15,7 +15,7 @@ from pathlib import Path
 from keyvault.management.service import ADDRESS, READY_SECONDS
 from keyvault.management.supervisor import start_child_process
 from tests.environment import ROOT
-from tests.faults.wire import Wire
+from tests.faults.proxy import Proxy
 from tests.servers.throwaway import free_port
 
 STEPPING = Path(__file__).with_name("stepping")
@@ -33,11 +33,11 @@ class Host:
         self.port = free_port()
         self.log = folder / f"{name}.log"
         self.clock = _Clock(folder / f"clock-{name}")
-        self.wire, through_wire = Wire.before(environ["KEYVAULT_DATABASE_URL"])
-        told = {
+        self.proxy, through_proxy = Proxy.before(environ["KEYVAULT_DATABASE_URL"])
+        variables = {
             **environ,
             "KEYVAULT_DATA_DIR": str(data),
-            "KEYVAULT_DATABASE_URL": through_wire,
+            "KEYVAULT_DATABASE_URL": through_proxy,
             "PGAPPNAME": name,
             "PYTHONPATH": str(STEPPING),
             "FAULTS_CLOCK": str(self.clock.path),
@@ -47,7 +47,7 @@ class Host:
         try:
             self._process = start_child_process(
                 (*command, "--workers", str(workers)),
-                environ=told,
+                environ=variables,
                 folder=ROOT,
                 output=output,
                 orphan_signal=signal.SIGTERM,
@@ -83,7 +83,7 @@ class Host:
         finally:
             self._process.kill()
             self._process.wait()
-            self.wire.close()
+            self.proxy.close()
 
 
 class _Clock:

@@ -9,17 +9,17 @@ import subprocess
 import sys
 
 from tests.environment import ROOT
-from tests.faults.results import Asked, Result
+from tests.faults.results import Options, Result
 
 SEQUENCES = 10_000
 PROCESSES = 2
 LEAST_URGENT = 19
 
 
-def run(asked: Asked) -> Result:
+def run(options: Options) -> Result:
     result = Result("histories")
     os.nice(LEAST_URGENT)
-    wanted = ("--sequences", str(SEQUENCES), "--seed", str(asked.seed), "--processes", str(PROCESSES))
+    wanted = ("--sequences", str(SEQUENCES), "--seed", str(options.seed), "--processes", str(PROCESSES))
     done = subprocess.run(
         [sys.executable, "-m", "tests.rotation.machine", *wanted],
         cwd=ROOT,

@@ -7,11 +7,11 @@ import sys
 
 from keyvault.services.secrets.backend import secret_backend
 from tests.environment import ROOT
-from tests.faults import truth
+from tests.faults import expected_verdicts
 from tests.faults.campaign import begin_campaign, is_over
-from tests.faults.cast import gateway_token, make_merchants
+from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, served, until
-from tests.faults.results import Asked, Result, say
+from tests.faults.results import Options, Result, say
 from tests.faults.traffic import Traffic
 from tests.killing import KILLED_MASTER_KEY_ROTATION
 
@@ -21,35 +21,35 @@ REQUESTS_PER_SECOND = 40
 END_SECONDS = 600
 
 
-def run(asked: Asked) -> Result:
-    result, dice = Result("kills", n=KILLS), random.Random(asked.seed)  # noqa: S311  a test's own dice
+def run(options: Options) -> Result:
+    result, rng = Result("kills", n=KILLS), random.Random(options.seed)  # noqa: S311  not for secrets
     merchants, token = make_merchants(MEMBERS), gateway_token()
-    former = (asked.folder / "master.key").read_text()
+    former = (options.folder / "master.key").read_text()
     # This process has the keystore open, too.
     secret_backend.cache_clear()
     try:
-        with served(asked.folder):
+        with served(options.folder):
             refused = _run("manage.py", "rotate_master_key")
             is_refused = refused.returncode == 1 and "Stop every server" in refused.stderr
             result.must_be(is_refused, f"it is not refused beside the service: {refused.stderr[-500:]}")
         for _ in range(KILLS):
-            _kill_rotation(result, dice.randint(2, 12))
+            _kill_rotation(result, rng.randint(2, 12))
         done = _run("manage.py", "rotate_master_key")
         result.must_be(done.returncode == 0, f"the rotation does not end: {done.stderr[-500:]}")
         session = _run("manage.py", "rotate_session_key", "--end-sessions")
         result.must_be(session.returncode == 0, f"the session key is not rotated: {session.stderr[-500:]}")
-        result.must_be((asked.folder / "master.key").read_text() != former, "the master key is the former one")
+        result.must_be((options.folder / "master.key").read_text() != former, "the master key is the former one")
         with (
-            served(asked.folder) as (service, port),
-            Traffic(merchants, port, token, REQUESTS_PER_SECOND, asked.seed) as sent,
+            served(options.folder) as (service, port),
+            Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
         ):
             campaign = begin_campaign()
             until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.restart_ended)
-        truth.judge_traffic(result, sent.answers)
+        expected_verdicts.judge_traffic(result, sent.answers)
     except GaveUpError as gave_up:
         result.must_be(False, str(gave_up))
-    truth.judge_end(result, merchants)
-    truth.judge_logs(result, asked.folder / "logs")
+    expected_verdicts.judge_end(result, merchants)
+    expected_verdicts.judge_logs(result, options.folder / "logs")
     return result
 
 

@@ -18,7 +18,7 @@ from keyvault.management.supervisor import STOP_SECONDS, Program, Supervisor
 from tests.environment import ROOT
 from tests.faults.results import say
 
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
 class GaveUpError(Exception):
@@ -34,16 +34,16 @@ def served(
     `wrapper`: the module of `tests.faults` through which beats and workers start; the environment chooses its patches.
     """
     port = find_free_port()
-    told = {**os.environ, "KEYVAULT_ORIGIN": f"http://127.0.0.1:{port}", **(environ or {})}
+    variables = {**os.environ, "KEYVAULT_ORIGIN": f"http://127.0.0.1:{port}", **(environ or {})}
     programs = [service.server_program(port)]
     # With the file broker each worker runs a beat.
     programs += [
         _numbered(service.beat_program(), number, wrapper) for number in range(0 if settings.IS_FILE_BROKER else beats)
     ]
     programs += [_numbered(service.worker_program(), number, wrapper) for number in range(workers)]
-    with Supervisor(programs, told, ROOT, folder / "logs", _note_restart) as programs_at_work:
-        service.wait_until_ready(programs_at_work, port)
-        yield programs_at_work, port
+    with Supervisor(programs, variables, ROOT, folder / "logs", _note_restart) as supervised:
+        service.wait_until_ready(supervised, port)
+        yield supervised, port
 
 
 restarted: list[str] = []
@@ -65,17 +65,17 @@ def _numbered(program: Program, number: int, wrapper: str) -> Program:
     return Program(f"{program.name}{number}", command, program.orphan_signal)
 
 
-def until(what: str, holds: Callable[[], bool], seconds: float, tend: Callable[[], None] = lambda: None) -> None:
+def until(what: str, holds: Callable[[], bool], seconds: float, poll: Callable[[], None] = lambda: None) -> None:
     """Poll until the event, which is in another process, has occurred. Raises GaveUpError."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
             raise GaveUpError(f"not within {seconds:.0f} s: {what}")
-        tend()
-        time.sleep(LOOK_SECONDS)
+        poll()
+        time.sleep(POLL_SECONDS)
 
 
-class Nursery:
+class WorkerLauncher:
     """Starts preloaded workers, one at a time. Each one is killed at the crash point that it was given."""
 
     def __init__(self, folder: Path, notes: Path) -> None:
@@ -84,7 +84,7 @@ class Nursery:
         self.log = folder / "logs" / "crashing.log"
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*launcher, sys.executable, "-m", "tests.faults.worker", "--nursery"],
+                [*launcher, sys.executable, "-m", "tests.faults.worker", "--preloaded"],
                 cwd=ROOT,
                 env={**os.environ, "FAULTS_NOTES": str(notes), "C_FORCE_ROOT": "1"},
                 bufsize=0,
@@ -95,7 +95,7 @@ class Nursery:
             )
         self._pid = 0
 
-    def bear(self, point: str) -> None:
+    def launch(self, point: str) -> None:
         """Start the next worker. The previous one has ended."""
         assert self._process.stdin
         self._process.stdin.write(f"{point}\n".encode())
@@ -122,7 +122,7 @@ class Nursery:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            raise GaveUpError(f"the nursery is gone:\n{self.log.read_text()[-2000:]}")
+            raise GaveUpError(f"the launcher is gone:\n{self.log.read_text()[-2000:]}")
         return int(line)
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ from keyvault.services.revocations.anchor import AnchorWriter
 from keyvault.services.revocations.replay import read_counter
 from keyvault.services.startup.startup_checks import require_current
 from tests.factories import account, forget_evidence, grant, issue, make_merchant, make_operator, now
-from tests.faults.results import Asked, Result, say
+from tests.faults.results import Options, Result, say
 
 ENDED = 200
 
@@ -52,9 +52,9 @@ class Copies:
     named: dict[str, set[str]]
 
 
-def run(asked: Asked) -> Result:
+def run(options: Options) -> Result:
     result = Result("combinations")
-    database, keystore = asked.folder / "keyvault.sqlite3", asked.folder / "keystore.sqlite3"
+    database, keystore = options.folder / "keyvault.sqlite3", options.folder / "keystore.sqlite3"
     copies, ended = _make_copies(database, keystore)
     for state, log, is_anchored in itertools.product(copies.databases, copies.logs, copies.keystores):
         place = f"database {state}, log {log}, anchor {'present' if is_anchored else 'absent'}"

@@ -14,7 +14,7 @@ MOST_KEPT = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Options:
     """The input. `folder`: for its files and logs. `minutes`: its maximum duration. `seed`: of all its random choices.
 
     `servers` are running, by name, and may be stopped and started again.

@@ -30,10 +30,10 @@ from keyvault.services.merchants.merchants import create_merchant
 from keyvault.services.recording.audit_chain import verify_audit
 from tests.factories import grant, have_peppers
 from tests.faults.crash_matrix import in_child
-from tests.faults.crashing import Bomb
+from tests.faults.crashing import CrashInjector
 
 
-class EveryStatementBomb(Bomb):
+class EveryStatementInjector(CrashInjector):
     """Also counts statements inside a transaction."""
 
     def _around_statement(self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
@@ -62,7 +62,7 @@ def main() -> None:
 def run_twice(point: int) -> tuple[bool, str, list[str]]:
     """Make a request that is killed at the point, and its retry. Return what the first left, and the violations."""
     at = datetime.now(UTC)
-    status = in_child(lambda: ask_with_bomb(point, at))
+    status = in_child(lambda: ask_with_injector(point, at))
     if not os.WIFSIGNALED(status) and status != 0:
         return False, "nothing", [f"the first request ended with status {status}"]
     row = IdempotentRequest.objects.filter(holder="crd_faults", endpoint=f"point.{point}").first()
@@ -82,8 +82,8 @@ def run_twice(point: int) -> tuple[bool, str, list[str]]:
     return os.WIFSIGNALED(status), left, violations
 
 
-def ask_with_bomb(point: int, at: datetime) -> None:
-    EveryStatementBomb(point).plant()
+def ask_with_injector(point: int, at: datetime) -> None:
+    EveryStatementInjector(point).install()
     ask(point, at)
 
 

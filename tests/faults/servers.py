@@ -46,7 +46,7 @@ class Restartable:
         self.url = plan.url
         self._plan = plan
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.again", guard_order(plan, place)],
+            [sys.executable, "-m", "tests.faults.restartable_guard", guard_order(plan, place)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -64,15 +64,15 @@ class Restartable:
 
     def stop(self, how: signal.Signals) -> None:
         """Stop the server. Raises FailedServerError if it still responds: a start script may have left it running."""
-        self._order(f"stop {int(how)}")
+        self._send_command(f"stop {int(how)}")
         if self._plan.is_ready():
             raise FailedServerError(f"{self._plan.serve[0]} still answers after {how.name}")
 
     def start(self) -> None:
-        self._order("start")
+        self._send_command("start")
         self.wait_until_ready()
 
-    def _order(self, order: str) -> None:
+    def _send_command(self, order: str) -> None:
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(f"{order}\n".encode())

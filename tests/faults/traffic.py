@@ -74,7 +74,7 @@ class Merchant:
     is_busy: bool = True
     """Whether it reads new keys."""
 
-    def look(self) -> None:
+    def read_key(self) -> None:
         """Use the key that the secret backend holds."""
         stored = find_stored(self.credential)
         if stored is not None and stored.version != self.version:
@@ -124,13 +124,13 @@ class Traffic:
     threads: int = 4
     by_turns_seconds: float = 1.5
     answers: list[Answer] = field(default_factory=list)
-    blind_looks: int = 0
+    failed_reads: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def __enter__(self) -> "Traffic":
         for merchant in self.merchants:
-            merchant.look()
+            merchant.read_key()
         for number in range(self.threads):
             self._start(self._present, number)
         self._start(self._follow)
@@ -157,21 +157,21 @@ class Traffic:
             for merchant in self.merchants:
                 if merchant.is_busy and not self._stop.is_set():
                     try:
-                        merchant.look()
+                        merchant.read_key()
                     except KeyvaultError:
-                        self.blind_looks += 1  # it continues with its current key, and reads again later
+                        self.failed_reads += 1  # it continues with its current key, and reads again later
 
     def _present(self, number: int) -> None:
-        chance = random.Random(f"{self.seed} {number}")  # noqa: S311  a test's own dice
+        rng = random.Random(f"{self.seed} {number}")  # noqa: S311  not for secrets
         mine = list(self.merchants[number :: self.threads]) or list(self.merchants)
         client = Client(self.port, self.token)
         pause = self.threads / self.rate
         due_at = time.monotonic() + pause * number / self.threads
         while not self._stop.wait(max(0.0, due_at - time.monotonic())):
             merchant = self._find_switching(mine)
-            is_dry = merchant is None and chance.random() < DRY_SHARE
-            merchant = merchant or chance.choice(mine)
-            key_id = chance.choice(list(merchant.keys)) if is_dry else self._choose(merchant)
+            is_dry = merchant is None and rng.random() < DRY_SHARE
+            merchant = merchant or rng.choice(mine)
+            key_id = rng.choice(list(merchant.keys)) if is_dry else self._choose(merchant)
             self.answers.append(client.ask(key_id, merchant.keys[key_id], number, is_dry=is_dry))
             # After a stall the missed requests are not sent.
             due_at = max(due_at + pause, time.monotonic() - pause)
@@ -213,10 +213,10 @@ class Client:
                 {"Authorization": f"Bearer {self._token.reveal()}", "Content-Type": "application/json"},
             )
             answer = self._connection.getresponse()
-            told = json.loads(answer.read())
+            verdict = json.loads(answer.read())
             # A decision has the status of the response to the client.
-            status = int(told.get("status", answer.status))
-            code = "" if told.get("allowed") is True else str(told.get("code"))
+            status = int(verdict.get("status", answer.status))
+            code = "" if verdict.get("allowed") is True else str(verdict.get("code"))
         except (OSError, http.client.HTTPException, ValueError) as error:
             fault = f"{type(error).__name__}: {error}"
             self._connection.close()

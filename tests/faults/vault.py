@@ -11,8 +11,8 @@ from pathlib import Path
 
 from django.test.utils import setup_test_environment, teardown_test_environment
 
-from tests.faults import truth
-from tests.faults.results import Asked, Result, say
+from tests.faults import expected_verdicts
+from tests.faults.results import Options, Result, say
 from tests.servers.openbao import openbao_on_disk
 from tests.vault_faults.faults import FAULTS, SCENARIOS, can_be_injected
 from tests.vault_faults.harness import VaultHarness, running_harness
@@ -22,32 +22,34 @@ ATTEMPTS = 3
 """Trials of one point until one is conclusive."""
 
 
-def run(asked: Asked) -> Result:
+def run(options: Options) -> Result:
     result = Result("fault points")
     with ExitStack() as stack:
         setup_test_environment()  # the requests go through Django's test client
         stack.callback(teardown_test_environment)
         server = stack.enter_context(openbao_on_disk())
-        harness = stack.enter_context(running_harness(server, _folder(asked.folder)))
-        for way in SCENARIOS:
-            undisturbed = Journey(harness, aborted_in=SCENARIOS[way]).run()
-            result.must_be(not undisturbed.violations, f"undisturbed, {way}: {undisturbed.violations}")
+        harness = stack.enter_context(running_harness(server, _folder(options.folder)))
+        for scenario in SCENARIOS:
+            undisturbed = Journey(harness, aborted_in=SCENARIOS[scenario]).run()
+            result.must_be(not undisturbed.violations, f"undisturbed, {scenario}: {undisturbed.violations}")
             for fault in filter(can_be_injected, FAULTS):
-                say(f"{fault.name}, {way}: at each of {len(undisturbed.calls)} calls")
-                _sweep(harness, fault, way, undisturbed.calls, result)
+                say(f"{fault.name}, {scenario}: at each of {len(undisturbed.calls)} calls")
+                _sweep(harness, fault, scenario, undisturbed.calls, result)
                 verified = round(result.counts["verifications of a good key"])
                 say(f"{result.n} fault points, {verified} verifications, {result.number_of_violations} violations")
     result.counts["faults"] = len([each for each in FAULTS if can_be_injected(each)])
-    result.must_be_none("rotations stuck", truth.find_stuck())
-    result.must_be_none("broken audit", truth.find_broken_audit())
+    result.must_be_none("rotations stuck", expected_verdicts.find_stuck())
+    result.must_be_none("broken audit", expected_verdicts.find_broken_audit())
     return result
 
 
-def _sweep(harness: VaultHarness, fault: Fault, way: str, calls: list[str], result: Result) -> None:
+def _sweep(harness: VaultHarness, fault: Fault, scenario: str, calls: list[str], result: Result) -> None:
     for number, call in enumerate(calls, 1):
-        where = f"{fault.name} at {number} {call}, {way}"
+        where = f"{fault.name} at {number} {call}, {scenario}"
         result.n += 1
-        trial = _find_conclusive(partial(Journey, harness, fault, number, aborted_in=SCENARIOS[way]), where, result)
+        trial = _find_conclusive(
+            partial(Journey, harness, fault, number, aborted_in=SCENARIOS[scenario]), where, result
+        )
         if trial is None:
             result.must_be(False, f"{where}: no conclusive trial in {ATTEMPTS}")
             continue

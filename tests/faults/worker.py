@@ -1,11 +1,11 @@
 """A real Celery worker that kills itself at a named crash point. Everything else is as in `make run`.
 
     python -m tests.faults.worker POINT       see `crashing`; `nowhere`: it runs until SIGTERM
-    python -m tests.faults.worker --nursery   one worker after the other, each for a POINT from the input
+    python -m tests.faults.worker --preloaded   one worker after the other, each for a POINT from the input
 
-The nursery has loaded all modules, so that its workers start immediately. It reads `POINT\\n`, and writes `PID\\n` and,
-when that worker has ended, `STATUS\\n`. `FAULTS_NOTES` names a file for the crash points that are passed. `FAULTS_LOSS`
-is the seed for lost and duplicate messages, see `losing`.
+The launcher has loaded all modules, so that its workers start immediately. It reads `POINT\\n`, and writes `PID\\n`
+and, when that worker has ended, `STATUS\\n`. `FAULTS_NOTES` names a file for the crash points that are passed.
+`FAULTS_LOSS` is the seed for lost and duplicate messages, see `message_loss`.
 """
 
 import os
@@ -19,35 +19,35 @@ django.setup()
 
 from keyvault.management import service
 from keyvault.project.celery import app
-from tests.faults.crashing import Bomb
-from tests.faults.losing import lose_messages
+from tests.faults.crashing import CrashInjector
+from tests.faults.message_loss import lose_messages
 from tests.servers.guard import die_with_parent
 
 
 def work(point: str, *more: str) -> None:
     """Run a worker until it is stopped."""
     notes = os.environ.get("FAULTS_NOTES")
-    Bomb(point, Path(notes) if notes else None).plant()
+    CrashInjector(point, Path(notes) if notes else None).install()
     lose_messages()
     command = service.worker_program().command
     app.worker_main([*command[command.index("worker") :], *more])
 
 
-def keep_nursery() -> None:
+def launch_workers() -> None:
     app.loader.import_default_modules()
     app.finalize()
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            _become(line.strip())
+            _run_child(line.strip())
         _say(pid)
         _say(os.waitpid(pid, 0)[1])
 
 
-def _become(point: str) -> NoReturn:
+def _run_child(point: str) -> NoReturn:
     die_with_parent()
     os.setsid()
-    # Celery reads no input, and its output must not look like a line of the nursery.
+    # Celery reads no input, and its output must not look like a line of the launcher.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     code = 1
@@ -67,7 +67,7 @@ def _say(number: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--nursery":
-        keep_nursery()
+    if sys.argv[1] == "--preloaded":
+        launch_workers()
     else:
         work(*sys.argv[1:])

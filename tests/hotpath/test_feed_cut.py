@@ -10,7 +10,7 @@ from django.test import override_settings
 from keyvault.services.recording.changes import generation
 from tests.factories import own_keystore, renew_revocation_log
 from tests.faults import feed_cuts
-from tests.faults.feed import VICTIMS_OF_A_CUT, perform, staged
+from tests.faults.feed import VICTIMS_OF_A_CUT, perform, running_scene
 from tests.faults.results import Result
 
 pytestmark = [pytest.mark.long, pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
@@ -40,10 +40,11 @@ def test_verifiers_cut_off_from_the_feed_allow_no_stale_key(data: Path, tmp_path
     the receipt or MAX_STALENESS. Valid keys are refused only for lack of a verdict, and are allowed again.
     """
     result = Result("cuts")
-    dice = random.Random(6)  # noqa: S311  a test's own dice
-    with staged(tmp_path, result, dice, victims=VICTIMS_OF_A_CUT * len(CUTS), tokens=2, workers=1, rate=150) as stage:
-        perform(stage, CUTS)
+    rng = random.Random(6)  # noqa: S311  not for secrets
+    victims = VICTIMS_OF_A_CUT * len(CUTS)
+    with running_scene(tmp_path, result, rng, victims=victims, tokens=2, workers=1, rate=150) as scene:
+        perform(scene, CUTS)
     assert result.violations == []
     assert result.n == len(CUTS)
     for place in ("same host", "elsewhere"):
-        assert result.counts[f"asked after it, {place}"]
+        assert result.counts[f"sent after it, {place}"]

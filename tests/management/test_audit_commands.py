@@ -44,7 +44,7 @@ def check(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run the check in a separate process that cannot import Django."""
     code = (
         "import sys; sys.modules['django'] = None\n"
-        "from keyvault.client.audit_check import main; sys.exit(main(sys.argv[1:]))"
+        "from keyvault_client.audit_check import main; sys.exit(main(sys.argv[1:]))"
     )
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
@@ -187,11 +187,11 @@ def test_audit_check_of_a_partial_export_is_refused_unless_requested(
 
 @pytest.mark.sqlite
 def test_audit_check_needs_only_its_two_folders(files: tuple[str, str, str], tmp_path: Path) -> None:
-    """An auditor needs keyvault/domain and keyvault/client only."""
+    """An auditor needs the client package only."""
     export, keys, _ = files
     for folder in ("domain", "client"):
         shutil.copytree(ROOT / "keyvault" / folder, tmp_path / "taken" / "keyvault" / folder)
-    command = [sys.executable, "-m", "keyvault.client.audit_check", export, "--public-key", keys]
+    command = [sys.executable, "-m", "keyvault_client.audit_check", export, "--public-key", keys]
     done = subprocess.run(command, cwd=tmp_path / "taken", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

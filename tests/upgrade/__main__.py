@@ -3,7 +3,7 @@
     python -m tests.upgrade [ORDER...] [--seconds N] [--rate N] [--rows N]
 
 Two releases run side by side on one PostgreSQL, one Redis and one data folder. The old one is the last release of
-`releases.toml`, or this tree until there is one. The new one is a copy of this tree with a migration of each kind
+`releases.toml`, or this tree in a checkout without history. The new one is a copy of this tree with a migration of each kind
 (`rehearsal`). In the order `upgrade` the new one migrates, joins and replaces the old one. In the order `roll-back` the
 old one then joins again and replaces the new one, on the new schema. Clients send requests to every server in service.
 
@@ -30,7 +30,7 @@ from tests.servers.postgres import postgres_server
 from tests.servers.redis import redis_server
 from tests.servers.throwaway import MissingServerError
 from tests.upgrade.rehearsal import CONTRACT, EXPAND
-from tests.upgrade.releases import read_releases
+from tests.upgrade.releases import has_history, read_releases
 from tests.upgrade.sides import Side, copy_commit, copy_tree, environment, wait
 from tests.upgrade.traffic import Installation, Traffic
 
@@ -98,9 +98,8 @@ def _lay(folder: Path, stack: ExitStack) -> tuple[Side, Side, str]:
         connection.execute("CREATE DATABASE keyvault_upgrade")
     database_url = urlunsplit(urlsplit(server)._replace(path="/keyvault_upgrade"))
     data = ensure_private_directory(folder / "data")
-    releases = read_releases()
-    if releases:
-        last = releases[-1]
+    if has_history():
+        last = read_releases()[-1]
         name, tree = f"release {last.version}", copy_commit(last.commit, folder / "old")
     else:
         name, tree = "this tree", copy_tree(folder / "old")

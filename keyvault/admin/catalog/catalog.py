@@ -146,7 +146,7 @@ def _state(row: CatalogEndpoint) -> str:
 
 class CatalogEndpointAdmin(ConsoleModelAdmin):
     view_permissions = (P.CATALOG_READ,)
-    section, singular, plural = "Catalog", "Endpoint", "Endpoints"
+    menu, singular, plural = "Endpoint catalog", "Endpoint", "Endpoints"
     change_list_template = "console/change_list_more.html"
     create_actions = (
         CreateAction(

@@ -120,7 +120,7 @@ def _state(row: LimitOverride) -> str:
 
 class LimitOverrideAdmin(AccountRowAdmin):
     view_permissions = (P.CATALOG_READ,)
-    section, singular, plural = "Catalog", "Limit", "Limits"
+    menu, singular, plural = "Limits", "Limit", "Limits"
     change_list_template = "console/change_list_more.html"
     create_actions = (
         CreateAction(

@@ -11,6 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin
+from django.contrib.admin import AdminSite
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed
 
@@ -127,20 +128,25 @@ class Guarded(_ModelAdmin):
         return any(lookup == f"{name}{suffix}" for name in shown for suffix in _LOOKUPS)
 
     def guarded(self, permissions: tuple[Permission, ...], methods: Sequence[str], view: View) -> View:
-        """Wrap a view so that it requires one of the permissions; the view checks again for its row."""
+        """See `guard_view`."""
+        return guard_view(self.admin_site, permissions, methods, view)
 
-        @wraps(view)
-        def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
-            if not any(may(request, permission) for permission in permissions):
-                raise PermissionMissingError(
-                    f"Missing permission: {' or '.join(permissions)}. Ask an administrator for a role that has it."
-                )
-            if request.method not in methods:
-                return HttpResponseNotAllowed(methods)
-            role_uses.note(operator_of(request), permissions, datetime.now(UTC))
-            return view(request, *args, **kwargs)
 
-        return self.admin_site.admin_view(guarded)
+def guard_view(site: AdminSite, permissions: tuple[Permission, ...], methods: Sequence[str], view: View) -> View:
+    """Wrap a view so that it requires one of the permissions; the view checks again for its row."""
+
+    @wraps(view)
+    def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        if not any(may(request, permission) for permission in permissions):
+            raise PermissionMissingError(
+                f"Missing permission: {' or '.join(permissions)}. Ask an administrator for a role that has it."
+            )
+        if request.method not in methods:
+            return HttpResponseNotAllowed(methods)
+        role_uses.note(operator_of(request), permissions, datetime.now(UTC))
+        return view(request, *args, **kwargs)
+
+    return site.admin_view(guarded)
 
 
 def _filter_name(item: Any) -> str:

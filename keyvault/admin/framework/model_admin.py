@@ -20,7 +20,6 @@ from django.utils.text import smart_split, unescape_string_literal
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.rules import operation
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.actions import (
     ActionForm,
@@ -32,12 +31,16 @@ from keyvault.admin.framework.actions import (
     format_text,
     require_version,
 )
+from keyvault.admin.framework.attention import Attention
+from keyvault.admin.framework.components import Stepper
 from keyvault.admin.framework.enforcement import Guarded, View, grant_for, may, operator_of
-from keyvault.admin.framework.pages import form_page, page, secret_page
+from keyvault.admin.framework.menu import Tab
+from keyvault.admin.framework.pages import form_page, live_page, secret_page
 from keyvault.admin.framework.scoping import in_scope
+from keyvault.admin.framework.shown_environment import environment_of, shown_scope
 from keyvault.admin.framework.sign_in import second_factor_url, set_locked
 from keyvault.admin.framework.step_up import factor_context, is_step_up_due, pass_step_up
-from keyvault.admin.framework.widgets import AttentionItem, Detail, Extras, FactTable, Line, Link
+from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Line, Link, badge
 from keyvault.domain.errors import (
     KeyvaultError,
     NotFoundError,
@@ -58,16 +61,6 @@ else:
 
 _GET = ("GET", "HEAD")
 _GET_AND_POST = (*_GET, "POST")
-
-_MAX_LINES = 5
-"""Maximum lines that the front page shows per attention item."""
-
-_MAX_ATTENTION_ROWS = 200
-"""Maximum rows that the front page counts per attention item."""
-
-_MAX_DECIDABLE = 50
-"""Maximum rows of an attention item that are read because the operator's decision on each is authorized."""
-
 
 _MAX_COUNTED = 10_000
 """Maximum rows that a list counts and paginates. Filters reach all rows."""
@@ -145,6 +138,11 @@ class ConsoleList(ChangeList):
             raise TypeError(f"{model_admin} is not a ConsoleModelAdmin")
         return model_admin.url_of(result)
 
+    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
+        rows = super().get_queryset(request, exclude_parameters)
+        model_admin = self.model_admin
+        return model_admin.rows_shown(request, rows) if isinstance(model_admin, ConsoleModelAdmin) else rows
+
     def get_ordering_field(self, field_name: Any) -> Any:
         is_sortable = self.sortable_by is None or field_name in self.sortable_by
         return super().get_ordering_field(field_name) if is_sortable else None
@@ -157,7 +155,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     search by `=` and `^` fields only, each of which has an index.
     """
 
-    section = ""
+    menu = ""
+    """Entry of the menu under which the list is found. Model admins of one entry are its tabs."""
+
     singular = ""
     plural = ""
     account_lookup: str | None = None
@@ -165,6 +165,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     environment_lookup: str | None = None
     """Column with a copy of the account's environment, with which an index of the list begins. None: there is none."""
+
+    has_environments = True
+    """Whether the switch of the environment limits the list. A model of the installation has none."""
 
     row_actions: tuple[RowAction, ...] = ()  # not `actions`, which are the bulk actions of Django's admin
     secret_views: tuple[SecretView, ...] = ()
@@ -199,6 +202,12 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             return rows.filter(**{f"{self.environment_lookup}__in": scope.environments})
         return rows.none() if self.account_lookup is None else rows.filter(in_scope(scope, self.account_lookup))
 
+    def menu_tab(self, request: HttpRequest) -> Tab | None:
+        """Return the tab of the list in the menu, if the operator may view it."""
+        if not self.has_module_permission(request):
+            return None
+        return Tab(self.plural, self.list_url(), request.path)
+
     def account_of(self, row: Any) -> Account | None:
         """Return the account that a grant for the row applies to; None for the platform."""
         return None
@@ -211,13 +220,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the person who requested the row, if a second person must approve it."""
         return None
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
-        """Return the items of this model that the front page shows to the operator."""
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
+        """Return the items of this model that the overview shows to the operator; the menu counts the urgent ones."""
         return ()
-
-    def attention_count(self, request: HttpRequest) -> str:
-        """Return the number of unseen rows, for the sidebar; empty: there are none."""
-        return ""
 
     def line_of(self, row: Any) -> Line:
         """Return the line of a row on the front page."""
@@ -258,6 +263,11 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the rows in the operator's scope, which every list and page of the model reads."""
         return self.rows_in_scope(super().get_queryset(request), operator_of(request).scope)
 
+    def rows_shown(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
+        """Return the rows of the environment that the operator has chosen; all, where rows have no environment."""
+        is_limited = self.has_environments and environment_of(request) is not None
+        return self.rows_in_scope(rows, shown_scope(request)) if is_limited else rows
+
     def get_paginator(self, request: HttpRequest, *args: Any, **options: Any) -> BoundedPaginator:
         names_merchants = operator_of(request).scope.merchants is not None
         return (ScopedPaginator if names_merchants else BoundedPaginator)(*args, **options)
@@ -293,12 +303,16 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def _detail_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.find_row(request, object_id)
         detail = self.detail(request, row)
+        in_banner = {button.url for button in detail.banner.buttons} if detail.banner else set()
         others = [other for other in self.admin_site._registry.values() if isinstance(other, ConsoleModelAdmin)]
         extras = [extra for other in others if (extra := other.extras_for(request, row)) is not None]
         context = {
             "title": detail.title,
             "singular": self.singular,
             "detail": detail,
+            "state_badge": badge(detail.state) if detail.state else "",
+            "stepper": Stepper(detail.steps) if detail.steps else None,
+            "page_environment": self._environment_of(row),
             "sections": [*detail.sections, *(section for extra in extras for section in extra.sections)],
             "links": [
                 *(self._link(row, view.name, view.label) for view in self.secret_views if view.is_available(row)),
@@ -307,11 +321,11 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "actions": [
                 {"action": action, "url": self.url_of(row, action.name)}
                 for action in self.row_actions
-                if self._is_offered(request, action, row)
+                if self._is_offered(request, action, row) and self.url_of(row, action.name) not in in_banner
             ],
-            "crumbs": self._crumbs(),
+            "crumbs": [*self._crumbs(), *detail.crumbs],
         }
-        return page(self.admin_site, request, "detail", context)
+        return live_page(self.admin_site, request, "detail", context, seconds=detail.refresh_seconds)
 
     def _secret_view(self, view: SecretView, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.find_row(request, object_id)
@@ -459,6 +473,11 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             raise NotFoundError(f"{self.singular} not found.")
         return row
 
+    def _environment_of(self, row: Any) -> str:
+        """Return the environment of the row's account; empty: it has none."""
+        account = self.account_of(row)
+        return "" if account is None else str(account.environment)
+
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
         """Whether the state of the row and the operator allow the action; the service checks both again."""
         return action.is_available(row) and (
@@ -466,9 +485,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         )
 
     def _is_offered(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
-        return self._is_available(request, action, row) and self._may_on(request, action.permission, row)
+        return self._is_available(request, action, row) and self.may_on(request, action.permission, row)
 
-    def _may_on(self, request: HttpRequest, permission: Permission, row: Any) -> bool:
+    def may_on(self, request: HttpRequest, permission: Permission, row: Any) -> bool:
         return may(
             request,
             permission,
@@ -495,27 +514,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def _create_link(self, action: CreateAction) -> Link:
         return Link(action.label, reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_{action.name}"))
 
-    def list_decidable(self, request: HttpRequest, permission: Permission, rows: QuerySet[Any]) -> list[Any]:
-        """Return the first rows that the operator may decide on, as second person where one is required."""
-        if operation(permission).second_person:
-            # Otherwise many requests of the operator would hide the others.
-            rows = rows.exclude(requester_person=operator_of(request).person)
-        found = rows.filter(pk__in=_first_ids(rows, _MAX_DECIDABLE + 1))
-        return [row for row in found if self._may_on(request, permission, row)]
-
-    def attention_item(
-        self, title: str, rows: QuerySet[Any] | list[Any], query: str, tone: str = "plain"
-    ) -> AttentionItem:
-        """Build the attention item for these rows; `query` filters the list that it links to."""
-        if isinstance(rows, list):
-            shown, found, most = rows[:_MAX_LINES], len(rows), _MAX_DECIDABLE
-        else:
-            ids = _first_ids(rows, _MAX_ATTENTION_ROWS + 1)
-            shown = list(rows.filter(pk__in=ids[:_MAX_LINES])) if ids else []
-            found, most = len(ids), _MAX_ATTENTION_ROWS
-        lines = [self.line_of(row) for row in shown]
-        count = min(found, most)
-        return AttentionItem(title, self.list_url(query), count, lines, tone, has_more=found > count)
+    def attention(self, title: str, rows: QuerySet[Any], query: str, tone: str = "plain", **options: Any) -> Attention:
+        """Return an attention item of these rows; `query` filters the list that it links to. `options`: its others."""
+        return Attention(self, title, rows, query, tone, **options)
 
     def create_links(self, request: HttpRequest) -> list[Link]:
         """Return links to the create actions that the operator may use, for the front page."""
@@ -546,6 +547,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "tone": Tone.DANGER if warning else action.tone,
             "crumbs": [*self._crumbs(), back],
             "back": back,
+            "page_environment": self._environment_of(row),
         }
 
     def _create_context(self, action: CreateAction) -> dict[str, Any]:
@@ -557,17 +559,6 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "crumbs": self._crumbs(),
             "back": Link(self.plural, self.list_url()),
         }
-
-
-def format_count(rows: QuerySet[Any]) -> str:
-    """Format the number of rows, which is counted up to a maximum; empty: there are none."""
-    count = len(_first_ids(rows.order_by(), _MAX_ATTENTION_ROWS + 1))
-    return f"{_MAX_ATTENTION_ROWS}+" if count > _MAX_ATTENTION_ROWS else str(count or "")
-
-
-def _first_ids(rows: QuerySet[Any], limit: int) -> list[Any]:
-    """Return the ids of the first rows, without `select_related`: the database may join all rows before it sorts."""
-    return list(rows.values_list("pk", flat=True)[:limit])
 
 
 def _form(request: HttpRequest, action: RowAction | CreateAction, *args: Any, **options: Any) -> ActionForm:

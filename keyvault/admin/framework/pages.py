@@ -3,14 +3,19 @@
 This module makes no authorization decision; callers pass only the links and actions that are allowed.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from django.contrib.admin import AdminSite
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
+from django.utils.http import parse_etags, quote_etag
 
 from keyvault.admin.framework.actions import ActionForm
+from keyvault.admin.framework.middleware import REFRESHED
 from keyvault.admin.framework.widgets import FactTable, Link
 from keyvault.domain.errors import ErrorCode, KeyvaultError
 from keyvault.domain.plaintext import Plaintext
@@ -29,6 +34,64 @@ def page(
     response = render(request, f"console/{name}.html", {**site.each_context(request), **context}, status=status)
     response["Cache-Control"] = "no-store"
     return response
+
+
+_FRAGMENT_HEADER = "X-Keyvault-Fragment"
+"""Request header of the script that updates a live page: the response is the live part only."""
+
+_ENDED_HEADER = "X-Keyvault-Ended"
+"""Response header of an update after which the page is no longer live."""
+
+_CSRF_VALUE = re.compile(rb'(name="csrfmiddlewaretoken" value=")[^"]*')
+"""The value of a CSRF token, which differs in each response."""
+
+_MIN_RELOAD_SECONDS = 5
+"""Minimum interval between two reloads of a live page in a browser without scripts, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What the template of a live page declares: its address for updates, and the interval in seconds."""
+
+    url: str
+    seconds: int
+
+    @property
+    def reload_seconds(self) -> int:
+        """Interval in a browser without scripts."""
+        return max(self.seconds, _MIN_RELOAD_SECONDS)
+
+
+def live_page(
+    site: AdminSite, request: HttpRequest, name: str, context: Mapping[str, Any], *, seconds: int | None
+) -> HttpResponse:
+    """Render a page whose template extends `frame` and has its contents in the block `live`.
+
+    With scripts the block is replaced in place; without them the page reloads itself. Updates do not extend the
+    session. A request for an update with the current ETag is answered by status 304.
+
+    Args:
+        seconds: interval between two updates; None: the page is not live now.
+    """
+    if request.headers.get(_FRAGMENT_HEADER) is None:
+        frame = "console/still.html" if seconds is None else "console/live.html"
+        live = None if seconds is None else Live(_refresh_url(request), seconds)
+        return page(site, request, name, {**context, "frame": frame, "live": live})
+    response = render(request, f"console/{name}.html", {**context, "frame": "console/fragment.html"})
+    etag = quote_etag(sha256(_CSRF_VALUE.sub(rb"\1", response.content)).hexdigest()[:32])
+    if etag in parse_etags(request.headers.get("If-None-Match", "")):
+        response = HttpResponse(status=304)
+    if seconds is None:
+        response[_ENDED_HEADER] = "1"
+    response["ETag"] = etag
+    response["Cache-Control"] = "no-store"
+    return response
+
+
+def _refresh_url(request: HttpRequest) -> str:
+    query = request.GET.copy()
+    query[REFRESHED] = ""
+    return f"?{query.urlencode()}"
 
 
 def problem_page(site: AdminSite, request: HttpRequest, code: ErrorCode, detail: str) -> HttpResponse:

@@ -1,13 +1,12 @@
 """HTML for the values on console pages: states, times, ids and links. This module escapes every value."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.timesince import timesince, timeuntil
 from django.utils.timezone import now as django_now
 
 NOTHING = "none"
@@ -15,20 +14,28 @@ NOTHING = "none"
 
 @dataclass(frozen=True, slots=True)
 class FactTable:
-    """Labels with values. A value is text, which the template escapes, or HTML from this module."""
+    """Labels with values. A value is text, which the template escapes, or HTML from this module.
+
+    `aside`: text or HTML in the head of the card.
+    """
 
     title: str
     rows: Sequence[tuple[str, Any]]
+    aside: Any = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under column headings; `empty` is shown when there are no rows."""
+    """Rows of cells under column headings; `empty` is shown when there are no rows.
+
+    `aside`: text or HTML in the head of the card.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
     empty: str = "None."
+    aside: Any = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +46,35 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A state in a timeline; `place` is `done`, `current`, `stopped` or `ahead`."""
+    """A state in a timeline; `place` is `done`, `current`, `stopped` or `ahead`. `note`: a line below it."""
 
     label: str
     place: str
     at: datetime | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """Contents of the page of a row, except its actions. `alarms` and `notes` are plain text at the top."""
+    """Contents of the page of a row, except its actions. `alarms` and `notes` are plain text at the top.
+
+    Args:
+        sections: `FactTable`, `Table` or the components `Card`, `Columns` and `Fold`.
+        lead: text or HTML below the title.
+        banner: a `Banner`: what the page waits for. Its buttons are not repeated among the actions.
+        crumbs: links between the list and the row.
+    """
 
     title: str
     state: str
-    sections: Sequence[FactTable | Table]
+    sections: Sequence[Any]
     notes: Sequence[str] = ()
     alarms: Sequence[str] = ()
     steps: Sequence[Step] = ()
     refresh_seconds: int | None = None
-
-    @property
-    def state_text(self) -> str:
-        return self.state.replace("_", " ")
+    lead: Any = ""
+    banner: Any = None
+    crumbs: Sequence[Link] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +82,7 @@ class Extras:
     """Links and sections that another model admin adds to the page of a row."""
 
     links: Sequence[Link] = ()
-    sections: Sequence[FactTable | Table] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionItem:
-    """Rows that need the operator's attention.
-
-    `lines` shows the first few. `count`: all of them, or the maximum that is counted, and then `has_more`.
-    """
-
-    title: str
-    url: str
-    count: int
-    lines: Sequence["Line"] = field(default_factory=tuple)
-    tone: str = "plain"
-    has_more: bool = False
+    sections: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +93,46 @@ class Line:
     at: datetime | None = None
 
 
-def badge(state: str) -> SafeString:
-    """Render a state as a badge; the meaning does not depend on the color."""
-    return format_html('<span class="badge badge-{}">{}</span>', state, state.replace("_", " "))
+_TONES = {
+    "good": "active current applied issued completed complete confirmed done allowed reviewed used accepted delivered "
+    "silent passed untried enabled seen holds",
+    "wait": "pending awaiting_approval suspended quarantine rolling_back pre_activation not_reviewed withdrawn cleared "
+    "paused skipped started due waiting unused not_checked retiring",
+    "bad": "compromised emergency bypass_not_reviewed rejected stalled overdue not_schedulable halted refused "
+    "exposed_in_url exposed_in_browser failed disabled given_up unseen broken lost stale",
+    "info": "approved running scheduled staged publishing overlap awaiting_proof revoking rotating",
+}
+_TONE_OF = {state: tone for tone, states in _TONES.items() for state in states.split()}
+
+
+def badge(state: str, tone: str = "") -> SafeString:
+    """Render a state as a badge; the meaning does not depend on the color.
+
+    Args:
+        tone: `good`, `wait`, `bad`, `info` or `dim`; empty: that of the state.
+    """
+    tone = tone or _TONE_OF.get(state, "dim")
+    return format_html('<span class="badge badge-{} badge-{}">{}</span>', state, tone, state.replace("_", " "))
 
 
 def moment(at: datetime | None, *, missing: str = NOTHING) -> SafeString:
-    """Render a time in UTC to the second, with the time relative to now."""
+    """Render a time relative to now, with the exact time in UTC in the title; a script adds the local time."""
     if at is None:
         return format_html('<span class="quiet">{}</span>', missing)
+    exact = f"{at:%Y-%m-%d %H:%M:%S} UTC"
+    return format_html('<time datetime="{}" title="{}">{}</time>', at.isoformat(), exact, _distance(at))
+
+
+short_moment = moment
+
+
+def identifier(text: object) -> SafeString:
+    """Render an id or digest in monospace with a button that copies it."""
     return format_html(
-        '<time datetime="{}">{} UTC</time> <span class="quiet">{}</span>',
-        at.isoformat(),
-        f"{at:%Y-%m-%d %H:%M:%S}",
-        _distance(at),
+        '<span class="id"><code>{0}</code><button type="button" class="copy" data-copy="{0}" aria-label="Copy {0}" '
+        "hidden>copy</button></span>",
+        text,
     )
-
-
-def short_moment(at: datetime | None, *, missing: str = NOTHING) -> SafeString:
-    """Render a time in UTC to the minute for a column, with the relative time in the title."""
-    if at is None:
-        return format_html('<span class="quiet">{}</span>', missing)
-    text = f"{at:%Y-%m-%d %H:%M}"
-    return format_html('<time datetime="{}" title="{}">{}</time>', at.isoformat(), _distance(at), text)
 
 
 def link(url: str, label: object) -> SafeString:
@@ -140,8 +156,22 @@ def seconds(count: int | None) -> str:
     return " ".join(parts) or "none"
 
 
+_MAX_RELATIVE = timedelta(days=30)
+"""Maximum distance of a time that is shown relative to now. Others are dates."""
+
+
 def _distance(at: datetime) -> str:
-    now = django_now()
-    if abs((at - now).total_seconds()) < 60:
-        return "just now" if at <= now else "in a moment"
-    return f"{timesince(at, now, depth=1)} ago" if at <= now else f"in {timeuntil(at, now, depth=1)}"
+    distance = at - django_now()
+    if abs(distance) > _MAX_RELATIVE:
+        return f"{at:%-d %b %Y}"
+    text = duration(abs(distance))
+    return f"{text} ago" if distance.total_seconds() <= 0 else f"in {text}"
+
+
+def duration(length: timedelta) -> str:
+    """Format a period in its largest unit, such as `38 min`."""
+    total = int(length.total_seconds())
+    for name, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if total >= size:
+            return f"{total // size} {name}"
+    return f"{total} s"

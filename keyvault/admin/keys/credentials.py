@@ -77,7 +77,7 @@ def _by_line(fault: Fault, networks: list[str]) -> Fault:
 
 class CredentialAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
-    section, singular, plural = "Keys", "Credential", "Credentials"
+    menu, singular, plural = "Credentials", "Credential", "Credentials"
     account_lookup = "account"
     environment_lookup = "account_environment"
     row_actions: tuple[RowAction, ...] = (

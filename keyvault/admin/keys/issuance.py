@@ -21,6 +21,7 @@ from keyvault.admin.framework.actions import (
     from_query,
     run_service,
 )
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import (
@@ -36,7 +37,6 @@ from keyvault.admin.framework.four_eyes import (
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
-    AttentionItem,
     Detail,
     Extras,
     FactTable,
@@ -131,7 +131,7 @@ def _explain_collection(request: IssuanceRequest) -> str:
 
 class IssuanceRequestAdmin(ConsoleModelAdmin):
     view_permissions = (P.ISSUANCE_READ,)
-    section, singular, plural = "Keys", "Issuance request", "Issuance requests"
+    menu, singular, plural = "Approvals", "Issuance request", "Issuance requests"
     account_lookup = "account"
     environment_lookup = "account_environment"
     create_actions = (
@@ -292,22 +292,24 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         elif row.state == S.BURNED:
             yield "The key was not collected in time. It was revoked and its copy destroyed; request another key."
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         rows = self.get_queryset(request).order_by("created_at")
         now, me = datetime.now(UTC), operator_of(request).person
         pending = rows.filter(state=S.PENDING, expires_at__gt=now)
         where = f"?state__exact={S.PENDING}"
         if may(request, P.ISSUANCE_APPROVE):
-            others = self.list_decidable(request, P.ISSUANCE_APPROVE, pending.exclude(approvals__person=me))
-            yield self.attention_item("Key requests to approve", others, where, "action")
+            others = pending.exclude(approvals__person=me)
+            yield self.attention(
+                "Key requests to approve", others, where, "action", decide=P.ISSUANCE_APPROVE, one="Approve a new key"
+            )
         if may(request, P.ISSUANCE_REQUEST):
-            yield self.attention_item("Your key requests awaiting approval", pending.filter(requester_person=me), where)
+            yield self.attention("Your key requests awaiting approval", pending.filter(requester_person=me), where)
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(requester_person=me, requested_via=None)
             issued = mine.filter(state=S.ISSUED, delivery=Delivery.SHOW_ONCE)
-            yield self.attention_item("Keys to collect", issued, f"?state__exact={S.ISSUED}", "action")
+            yield self.attention("Keys to collect", issued, f"?state__exact={S.ISSUED}", "action", button="Collect")
         approved = rows.filter(state=S.APPROVED)
-        yield self.attention_item("Approved keys being issued", approved, f"?state__exact={S.APPROVED}")
+        yield self.attention("Approved keys being issued", approved, f"?state__exact={S.APPROVED}")
 
     def line_of(self, row: IssuanceRequest) -> Line:
         detail = f"{row.kind}, requested by {requester_name(row)}"

@@ -24,12 +24,12 @@ from keyvault.admin.framework.actions import (
     resume_action,
     run_service,
 )
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import (
-    AttentionItem,
     Detail,
     FactTable,
     Line,
@@ -121,7 +121,7 @@ def _explain_revocation(key: Key) -> str:
 
 class KeyAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
-    section, singular, plural = "Keys", "Key", "Keys"
+    menu, singular, plural = "Credentials", "Key", "Keys"
     account_lookup = "credential__account"
     environment_lookup = "account_environment"
     secret_views = (
@@ -231,13 +231,15 @@ class KeyAdmin(ConsoleModelAdmin):
     def account_of(self, row: Key) -> Account:
         return row.credential.account
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         """Return usable and suspended keys with a suspected exposure, for operators who may revoke keys."""
         if not may(request, P.KEYS_REVOKE):
             return
         living = self.get_queryset(request).exclude(state__in=DEAD_STATES)
         exposed = living.filter(pk__in=exposures().values("context__key"))
-        yield self.attention_item("Suspected exposures", exposed, "?exposed=lately", "alarm")
+        yield self.attention(
+            "Suspected exposures", exposed, "?exposed=lately", "alarm", one="Suspected exposure", button="Open key"
+        )
 
     def line_of(self, row: Key) -> Line:
         last = exposures().filter(context__key=row).select_related("context").first()

@@ -23,7 +23,8 @@ _STORED = {True: "yes", False: "no", None: "the secret backend does not respond"
 
 class PepperVersionAdmin(ConsoleModelAdmin):
     view_permissions = (P.PEPPERS_READ,)
-    section, singular, plural = "Oversight", "Pepper version", "Pepper versions"
+    menu, singular, plural = "Verifiers and health", "Pepper version", "Pepper versions"
+    has_environments = False
 
     list_display = ("version_of_set", "stage", "since", "made_at")
     list_display_links = ("version_of_set",)

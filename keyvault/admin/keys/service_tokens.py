@@ -108,7 +108,7 @@ def token_state(token: ServiceToken) -> str:
 
 class ServiceTokenAdmin(ConsoleModelAdmin):
     view_permissions = (P.TOKENS_READ,)
-    section, singular, plural = "Access", "Service token", "Service tokens"
+    menu, singular, plural = "Service tokens", "Service token", "Service tokens"
     create_actions = (
         CreateAction(
             "create",

@@ -115,7 +115,7 @@ def _is_offboarded(merchant: Merchant) -> bool:
 
 class MerchantAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
-    section, singular, plural = "Merchants", "Merchant", "Merchants"
+    menu, singular, plural = "Merchants", "Merchant", "Merchants"
     row_actions = (
         pause_action(
             "suspend",
@@ -232,7 +232,7 @@ def _notes(merchant: Merchant, *, is_counted: bool) -> Iterable[str]:
 
 class AccountAdmin(ConsoleModelAdmin):
     view_permissions = (P.MERCHANTS_READ,)
-    section, singular, plural = "Merchants", "Account", "Accounts"
+    menu, singular, plural = "Merchants", "Account", "Accounts"
     account_lookup = "pk"
     row_actions = (
         pause_action(

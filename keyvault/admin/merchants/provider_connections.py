@@ -120,7 +120,7 @@ def _state(connection: ProviderConnection) -> str:
 
 class ProviderConnectionAdmin(AccountRowAdmin):
     view_permissions = (P.CONNECTIONS_READ,)
-    section, singular, plural = "Merchants", "Provider connection", "Provider connections"
+    menu, singular, plural = "Provider connections", "Provider connection", "Provider connections"
     create_actions = (
         CreateAction(
             "set",

@@ -122,7 +122,7 @@ def _by_state() -> dict[str, Q]:
 
 class WebhookEndpointAdmin(AccountRowAdmin):
     view_permissions = (P.MERCHANTS_READ,)
-    section, singular, plural = "Merchants", "Webhook endpoint", "Webhook endpoints"
+    menu, singular, plural = "Webhooks", "Webhook endpoint", "Webhook endpoints"
     create_actions = (
         CreateAction(
             "add",

@@ -147,7 +147,8 @@ def format_others(operator: Operator) -> str:
 
 class OperatorAdmin(ConsoleModelAdmin):
     view_permissions = (P.OPERATORS_READ,)
-    section, singular, plural = "Access", "Operator", "Operators"
+    menu, singular, plural = "Operators", "Operator", "Operators"
+    has_environments = False
     row_actions = (
         RowAction(
             "roles",

@@ -38,7 +38,8 @@ def _state(session: Any) -> str:
 
 class ConsoleSessionAdmin(ConsoleModelAdmin):
     view_permissions = (P.SESSIONS_WRITE,)
-    section, singular, plural = "Access", "Session", "Own sessions"
+    menu, singular, plural = "Operators", "Session", "Own sessions"
+    has_environments = False
     row_actions = (
         RowAction(
             "end",

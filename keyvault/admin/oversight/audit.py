@@ -177,7 +177,7 @@ def _find_chains(term: str) -> tuple[str, ...]:
 
 class AuditEntryAdmin(ConsoleModelAdmin):
     view_permissions = (P.AUDIT_READ,)
-    section, singular, plural = "Oversight", "Audit entry", "Audit entries"
+    menu, singular, plural = "Audit log", "Audit entry", "Audit entries"
     change_list_template = "console/audit_list.html"
 
     list_display = ("when", "chain_name", "sequence_number", "event", "actor", "about")

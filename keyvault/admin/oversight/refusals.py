@@ -33,7 +33,7 @@ _BY_CODE = {code.value: Q(code=code.value) for code in ErrorCode}
 
 class RefusalAdmin(ConsoleModelAdmin):
     view_permissions = (P.VERDICTS_EXPLAIN,)
-    section, singular, plural = "Oversight", "Refusal", "Refusals"
+    menu, singular, plural = "Explain a denial", "Refusal", "Refusals"
     change_list_template = "console/change_list_more.html"
 
     list_display = ("request_id", "when", "code", "endpoint", "key")

@@ -10,7 +10,7 @@ import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
-from keyvault.admin.framework.widgets import AttentionItem
+from keyvault.admin.framework.attention import AttentionItem
 from keyvault.backends.base import BackendDeniedError, Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.errors import StateConflictError

@@ -24,7 +24,7 @@ from keyvault.access.principals import HOST
 from keyvault.backends import meters
 from keyvault.backends.base import BackendUnavailableError, Mount
 from keyvault.backends.vault.layout import SecretsEngine
-from keyvault.client.export_check import ExportCheck
+from keyvault_client.export_check import ExportCheck
 from keyvault.domain.audit import Break, entry_bytes, entry_hash
 from keyvault.domain.audit_records import gather_kept, parse_record, record_line
 from keyvault.domain.checkpoints import (

@@ -1,0 +1,66 @@
+// A region with `data-live` (a URL) is updated in place every `data-live-seconds`, while the page is visible.
+import { fetchText, morph, parse, SignedOutError } from './fragments.js';
+
+const listeners = [];
+
+/** Call the listener with the document now, and with each region after its update. */
+export function onContent(listener) {
+  listeners.push(listener);
+  listener(document);
+}
+
+for (const region of document.querySelectorAll('[data-live]')) watch(region);
+
+function watch(region) {
+  const milliseconds = 1000 * Number(region.dataset.liveSeconds);
+  let etag = null;
+  let timer = null;
+  const update = async () => {
+    timer = null;
+    if (document.hidden) return;
+    try {
+      const headers = { 'X-Keyvault-Fragment': 'live', ...(etag && { 'If-None-Match': etag }) };
+      const found = await fetchText(region.dataset.live, { headers, cache: 'no-store' });
+      if (found.text !== null) {
+        etag = found.etag;
+        morph(region, parse(found.text).body);
+        for (const listener of listeners) listener(region);
+      }
+      say('');
+      if (found.isEnded) return;
+    } catch (error) {
+      if (error instanceof SignedOutError) {
+        say('Your session has ended. ', 'Sign in');
+        return;
+      }
+      say('Updates are interrupted. The page shows an earlier state.');
+    }
+    timer = setTimeout(update, milliseconds);
+  };
+  document.addEventListener('visibilitychange', () => {
+    if (!document.hidden && timer === null) update();
+  });
+  timer = setTimeout(update, milliseconds);
+}
+
+/** Show a status at the edge of the page; empty: remove it. `link`: label of a link that reloads the page. */
+function say(text, link = '') {
+  let status = document.querySelector('.live-status');
+  if (!text) {
+    status?.remove();
+    return;
+  }
+  if (!status) {
+    status = document.createElement('p');
+    status.className = 'live-status';
+    status.setAttribute('role', 'status');
+    document.body.append(status);
+  }
+  status.textContent = text;
+  if (link) {
+    const anchor = document.createElement('a');
+    anchor.href = window.location.href;
+    anchor.textContent = link;
+    status.append(anchor);
+  }
+}
