@@ -27,10 +27,13 @@ from rotation.domain.plan_fields import Proof
 from rotation.models import Rotation
 from tests.factories import grant
 from tests.faults.alert_deployment import Deployment
-from tests.faults.programs import until
+from tests.faults.programs import GaveUpError, until
 from tests.rotation import scene
 
 STEP_SECONDS = 60
+RESTART_SECONDS = 240
+"""Maximum time in which a killed worker runs again, in seconds. A busy machine is slow."""
+
 GUESSES = 70
 DELAY_SECONDS = 0.14
 ALMOST_FULL_BYTES = 128 * 1024 * 1024
@@ -193,8 +196,12 @@ def _seal_and_restart(deployment: Deployment) -> Callable[[], object]:
     def is_back() -> bool:
         return prometheus.are_all_scraped() and "KeyvaultTargetDown" not in prometheus.firing()
 
-    until("the worker to be missed", lambda: not prometheus.are_all_scraped(), STEP_SECONDS)
-    until("the worker to be scraped again", is_back, STEP_SECONDS, deployment.supervisor.restart_ended)
+    try:
+        until("the worker to be missed", lambda: not prometheus.are_all_scraped(), STEP_SECONDS)
+        until("the worker to be scraped again", is_back, RESTART_SECONDS, deployment.supervisor.restart_ended)
+    except GaveUpError:
+        undo()
+        raise
     return undo
 
 
