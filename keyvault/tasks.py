@@ -11,6 +11,7 @@ from celery import shared_task
 from keyvault.services import alarm_messages, maintenance
 from keyvault.services.audit import checkpoints
 from keyvault.services.reconciliation import reconciliation
+from keyvault.services.usage import totals
 from keyvault.services.webhooks import deliveries
 from keyvault.services.work.shared_jobs import shared_jobs
 
@@ -70,6 +71,12 @@ def run_maintenance(environment: str = "") -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+@shared_task(name="keyvault.tasks.total_usage")
+def total_usage(environment: str = "") -> None:
+    if shared_jobs.begin("total_usage", environment):
+        totals.total_due(datetime.now(UTC))
 
 
 @shared_task(name="keyvault.tasks.watch_backend")

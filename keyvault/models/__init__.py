@@ -29,7 +29,7 @@ from keyvault.models.processes import ServiceProcess
 from keyvault.models.refusals import Refusal
 from keyvault.models.sessions import ConsoleSession
 from keyvault.models.tokens import ServiceToken
-from keyvault.models.usage import KeyAttempt, KeySource, KeyUse, UsageReporter, UseBucket, UseContext
+from keyvault.models.usage import KeyAttempt, KeySource, KeyUse, UsageReporter, UsageTotal, UseBucket, UseContext
 from keyvault.models.verifiers import Confirmation, Verifier
 
 __all__ = [
@@ -73,6 +73,7 @@ __all__ = [
     "ServiceProcess",
     "ServiceToken",
     "UsageReporter",
+    "UsageTotal",
     "UseBucket",
     "UseContext",
     "Verifier",

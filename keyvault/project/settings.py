@@ -359,6 +359,7 @@ _shared_jobs = {
     "issue-approved": ("keyvault.tasks.issue_approved", 2.0, "issuance"),
     "run-maintenance": ("keyvault.tasks.run_maintenance", 5.0, "maintenance"),
     "forget-pending-copies": ("rotation.tasks.forget_pending", 30.0, "maintenance"),
+    "total-usage": ("keyvault.tasks.total_usage", 60.0, "maintenance"),
     "watch-backend": ("keyvault.tasks.watch_backend", 15.0, "maintenance"),
     "sign-checkpoints": ("keyvault.tasks.sign_checkpoints", 60.0, "maintenance"),
     # The task checks whether the nightly run is due.

@@ -34,7 +34,7 @@ from tests.clocks import Clock
 from tests.factories import grant, now
 from tests.services.conftest import Scene
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 REPEAT = 3_600
 SECRET = mint_secret(lambda size: bytes(range(size)))
@@ -130,6 +130,7 @@ def acknowledge_all(scene: Scene) -> None:
     mark_all_seen(grant(scene.admin, P.NOTICES_MARK), now() + timedelta(days=30))
 
 
+@pytest.mark.database
 def test_alarm_is_mailed_once_to_every_address(scene: Scene, mail: Sink, clock: Clock) -> None:
     notice = raise_alarm(scene)
     for _ in range(3):
@@ -296,6 +297,7 @@ def test_worker_that_dies_while_it_sends_leaves_the_alarm_to_the_next(
     assert len(messages(hook)) == 1
 
 
+@pytest.mark.database
 def test_channel_of_another_worker_is_left_to_it(scene: Scene, hook: Receiver, clock: Clock) -> None:
     raise_alarm(scene)
     assert leases.claim("alarms:webhook", clock()) is not None

@@ -7,7 +7,7 @@ limits all operations of an exchange by one deadline. The async face cancels the
 import os
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ import httpx
 from keyvault.domain.plaintext import Plaintext
 from keyvault_client.effects import Effect, Failure, ReadKey, Reply, Send, Steps, Wait, _Result
 
-MAX_REPLY_BYTES = 1 << 20
+MAX_REPLY_BYTES = 4 << 20
 """Maximum size of a reply's body. The service's largest reply is smaller."""
 
 _KEEP_ALIVE_SECONDS = 30.0
@@ -149,7 +149,8 @@ class SyncFace:
             case Send():
                 return self.send(effect)
             case Wait(seconds):
-                return self.sleep(seconds)
+                self.sleep(seconds)
+                return None
             case ReadKey():
                 return _read_key(effect)
 
@@ -177,9 +178,11 @@ class AsyncFace:
             max_keepalive_connections=_MAX_CONNECTIONS,
             keepalive_expiry=_KEEP_ALIVE_SECONDS,
         )
-        self._make = lambda: httpx.AsyncHTTPTransport(verify=tls or _default_tls(), uds=socket, limits=limits, trust_env=False)
+        self._make = lambda: httpx.AsyncHTTPTransport(
+            verify=tls or _default_tls(), uds=socket, limits=limits, trust_env=False
+        )
         self._client: httpx.AsyncClient | None = None
-        self.sleep = anyio.sleep
+        self.sleep: Callable[[float], Awaitable[None]] = anyio.sleep
 
     async def run(self, steps: "Steps[_Result]") -> _Result:
         outcome: object = None
@@ -200,7 +203,8 @@ class AsyncFace:
             case Send():
                 return await self.send(effect)
             case Wait(seconds):
-                return await self.sleep(seconds)
+                await self.sleep(seconds)
+                return None
             case ReadKey():
                 return await anyio.to_thread.run_sync(_read_key, effect)
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from django.db.models import IntegerField, Model, QuerySet, TextField, Value
-from django.db.models.functions import Cast
+from django.db.models import Model, QuerySet
 from django.http import HttpRequest
 
 from keyvault.access.permissions import Permission
@@ -112,26 +111,6 @@ class AttentionItem:
     button: str = "Review"
 
 
-def find_ids(request: HttpRequest, items: Sequence[Attention]) -> list[list[str]]:
-    """Return the ids of the first MAX_ROWS + 1 rows of each item, by one query."""
-    found: list[list[str]] = [[] for _ in items]
-    parts = [_ids(item.limited_rows(request), number) for number, item in enumerate(items)]
-    if parts:
-        for number, pk in parts[0].union(*parts[1:], all=True):
-            found[number].append(pk)
-    return found
-
-
-def _ids(rows: QuerySet[Any], number: int) -> QuerySet[Any]:
-    """Select the number of an item and the id of each of its first rows."""
-    # Limited inside: SQLite allows no limit in a part of a union.
-    first = rows.values("pk")[: MAX_ROWS + 1]
-    selected = rows.model._base_manager.filter(pk__in=first).order_by()
-    values = {"number": Value(number, IntegerField()), "row_id": Cast("pk", TextField())}
-    found: QuerySet[Any] = selected.annotate(**values).values_list("number", "row_id")
-    return found
-
-
 Found = Sequence[tuple[Attention, list[str]]]
 """Items with the ids of their first rows."""
 
@@ -166,6 +145,7 @@ def attention_context(request: HttpRequest, found: Found) -> dict[str, Any]:
         "attention_lines": [
             (item, line) for item in items if item.tone in URGENT_TONES for line in item.lines[:_MAX_SHOWN_PER_ITEM]
         ][:_MAX_SHOWN],
+        "waiting_items": [item for item in items if item.tone not in URGENT_TONES and item.lines],
         "attention_count": sum(item.count for item in items if item.tone in URGENT_TONES),
         "empty_items": [item for item in items if not item.count],
     }

@@ -21,6 +21,7 @@ from keyvault.admin.framework.widgets import (
     Detail,
     Extras,
     FactTable,
+    Line,
     Table,
     badge,
     link,
@@ -78,6 +79,7 @@ def _by_line(fault: Fault, networks: list[str]) -> Fault:
 class CredentialAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     menu, singular, plural = "Credentials", "Credential", "Credentials"
+    id_pattern = r"crd_[0-9A-Za-z]{20}"
     account_lookup = "account"
     environment_lookup = "account_environment"
     row_actions: tuple[RowAction, ...] = (
@@ -112,6 +114,13 @@ class CredentialAdmin(ConsoleModelAdmin):
 
     def account_of(self, row: Credential) -> Account:
         return row.account
+
+    def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:
+        yield from super().find_by_word(request, word)
+        yield self.get_queryset(request).order_by().filter(label__startswith=word)
+
+    def hit_of(self, row: Credential) -> Line:
+        return Line(self.url_of(row), row.label, f"{row.account} · {row.credential_id}")
 
     def summary(self, row: Credential) -> FactTable:
         return _facts(row)

@@ -132,6 +132,7 @@ def _explain_collection(request: IssuanceRequest) -> str:
 class IssuanceRequestAdmin(ConsoleModelAdmin):
     view_permissions = (P.ISSUANCE_READ,)
     menu, singular, plural = "Approvals", "Issuance request", "Issuance requests"
+    id_pattern = r"req_[0-9A-Za-z]{20}"
     account_lookup = "account"
     environment_lookup = "account_environment"
     create_actions = (

@@ -6,6 +6,7 @@ from typing import Any
 
 from django import forms
 from django.db.models import QuerySet
+from django.db.models.functions import Substr
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
@@ -43,9 +44,11 @@ from keyvault.admin.keys.exposures import EXPOSED_FILTER, exposure_tables, expos
 from keyvault.admin.keys.receipts import receipt_cell, receipt_detail, receipt_url
 from keyvault.admin.keys.usage import use_facts, use_tables
 from keyvault.domain.errors import NotFoundError
+from keyvault.domain.ids import KEY_ID_DIGITS
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, can_transition
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Key, KeyUse
+from keyvault.models.keys import KEY_TAIL
 from keyvault.services.change_feed.receipts import find_receipt
 from keyvault.services.keys.lifecycle import report_compromise, resume_key, revoke_key, suspend_key, usable_keys
 from keyvault.services.secrets.stored_copies import read_public_string
@@ -122,6 +125,7 @@ def _explain_revocation(key: Key) -> str:
 class KeyAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     menu, singular, plural = "Credentials", "Key", "Keys"
+    id_pattern = r"[0-9A-Za-z]{16}"
     account_lookup = "credential__account"
     environment_lookup = "account_environment"
     secret_views = (
@@ -246,6 +250,16 @@ class KeyAdmin(ConsoleModelAdmin):
         how = "" if last is None else f", {last.context.get_outcome_display()}"
         about = f"{row.credential.account} · {row.credential.label}{how}"
         return Line(self.url_of(row), self.name_of(row), about, None if last is None else last.last_at)
+
+    def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:
+        """Find a key also by the end of its id, of which an index has the last characters."""
+        yield from super().find_by_word(request, word)
+        if KEY_TAIL <= len(word) < KEY_ID_DIGITS and word.isalnum():
+            rows = self.get_queryset(request).order_by().annotate(tail=Substr("key_id", KEY_ID_DIGITS - KEY_TAIL + 1))
+            yield rows.filter(tail=word[-KEY_TAIL:], key_id__endswith=word)
+
+    def hit_of(self, row: Key) -> Line:
+        return Line(self.url_of(row), row.key_id, f"{row.credential.account} · {row.credential.label} · {row.state}")
 
     def summary(self, row: Key) -> FactTable:
         return FactTable(

@@ -7,7 +7,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Count, QuerySet
+from django.db.models import Count, Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 
@@ -34,6 +34,7 @@ from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
     FactTable,
+    Line,
     Table,
     badge,
     link,
@@ -170,6 +171,15 @@ class MerchantAdmin(ConsoleModelAdmin):
 
     status_badge = badge_column("status", "status")
     created = moment_column("created (UTC)", "created_at")
+
+    def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:
+        """Find a merchant by the beginning of its id or of its name."""
+        rows = self.get_queryset(request).order_by()
+        yield rows.filter(pk__startswith=word.lower())
+        yield rows.filter(Q(name__startswith=word) | Q(name__startswith=word.capitalize()))
+
+    def hit_of(self, row: Merchant) -> Line:
+        return Line(self.url_of(row), row.name, row.merchant_id)
 
     def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
         return rows if scope.merchants is None else rows.filter(pk__in=scope.merchants)
