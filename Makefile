@@ -25,7 +25,7 @@ run: ready-to-run ## run the service in the foreground with demo data (PORT=8000
 check: ready-to-test ## run ruff, the import contracts, mypy and the tests of the pure packages
 	$(BIN)/ruff check --quiet $(CODE)
 	$(BIN)/ruff format --check --quiet $(CODE)
-	$(BIN)/lint-imports --no-logo
+	PYTHONPATH=clients/python $(BIN)/lint-imports --no-logo
 	@$(MAKE) --no-print-directory --jobs=2 check-types check-pure
 
 # mypy uses one core, so that the tests run beside it.
