@@ -39,7 +39,7 @@ except OSError as _error:
     raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be created: {_error.strerror}") from None
 KEY_PREFIX: str = _values["KEYVAULT_KEY_PREFIX"]
 ORIGIN: str = _values["KEYVAULT_ORIGIN"]
-CONSOLE_ORIGIN = to_domain(ORIGIN)
+CONSOLE_ORIGIN = to_domain(_values["KEYVAULT_CONSOLE_ORIGIN"] or ORIGIN)
 BASE_URLS = find_base_urls(_values)
 APPROVALS_NEEDED = {
     "sandbox": _values["KEYVAULT_SANDBOX_APPROVALS"],
