@@ -232,7 +232,7 @@ ISSUANCE_REQUESTS_BODY = define(
     obj(issuance_requests=list_of(ISSUANCE_REQUEST_BODY), next_cursor=nullable(TEXT)),
 )
 
-_SEALED_BODY = define(
+SEALED_BODY = define(
     "SealedBody", obj("HPKE (RFC 9180) in base mode, base64url.", suite=TEXT, enc=TEXT, ciphertext=TEXT)
 )
 
@@ -244,7 +244,7 @@ COLLECTED_BODY = define(
         issuance_request_id=TEXT,
         credential_id=TEXT,
         key_id=TEXT,
-        optional={"key": nullable(TEXT), "sealed": _SEALED_BODY, "secret_available": FLAG},
+        optional={"key": nullable(TEXT), "sealed": SEALED_BODY, "secret_available": FLAG},
     ),
 )
 
@@ -274,3 +274,13 @@ CUSTOMER_TOKEN_BODY = define(
 CUSTOMER_BODY = define("CustomerBody", obj(customer_id=TEXT, expires_at=INSTANT))
 
 OWN_END_BODY = define("OwnEndBody", obj(key_id=TEXT, state=one_of(KeyState), sequence=INTEGER))
+
+RECIPIENT_KEY_BODY = define(
+    "RecipientKeyBody",
+    obj(
+        "The recipient key. Rotations requested from `applies_at` on use it.",
+        credential_id=TEXT,
+        recipient_public_key=TEXT,
+        applies_at=INSTANT,
+    ),
+)

@@ -28,7 +28,7 @@ from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Max, Min, Q, QuerySet
 
-from keyvault.access.catalog import ACKNOWLEDGEMENT
+from keyvault.access.catalog import WITHOUT_TRAFFIC
 from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import MAX_REDACTED_LENGTH, MAX_STORED_LENGTH, clean_text
 from keyvault.domain.sources import name_source
@@ -433,7 +433,7 @@ def add_to_buckets(rows: Iterable[Sequence[Any]], span: UseSpan, *, is_exposure:
 def _key_row(row: Uses) -> tuple[Any, ...]:
     """Return the values of `_ADD_TO_KEY`: one minute of a key."""
     minute = int(row[8] // 60)
-    minutes = (row[6], 0, None, None) if row[1] == ACKNOWLEDGEMENT else (0, 1, minute, minute)
+    minutes = (row[6], 0, None, None) if row[1] in WITHOUT_TRAFFIC else (0, 1, minute, minute)
     return (row[0], row[6], _at(row[7]), _at(row[8]), *minutes)
 
 
@@ -623,14 +623,14 @@ _KEYS = """
         coalesce(sum(count) FILTER (WHERE number IS NULL), 0), count(DISTINCT number), min(number), max(number)
     FROM (
         SELECT
-            *, CASE WHEN endpoint <> '<acknowledgement>' THEN (extract(epoch FROM minute) / 60)::int END AS number
+            *, CASE WHEN endpoint NOT IN (<without_traffic>) THEN (extract(epoch FROM minute) / 60)::int END AS number
         FROM used
         WHERE outcome = 'allowed'
     ) AS allowed
     WHERE (SELECT count(*) FROM attempts) >= 0
     GROUP BY key_id
     ORDER BY key_id
-""".replace("<acknowledgement>", ACKNOWLEDGEMENT)
+""".replace("<without_traffic>", ", ".join(f"'{name}'" for name in WITHOUT_TRAFFIC))
 _REPORT = """
     WITH reporter AS MATERIALIZED (
         SELECT report FROM keyvault_usagereporter WHERE reporter_id = $1 FOR UPDATE
