@@ -13,6 +13,8 @@ class Permission(StrEnum):
     NOTICES_MARK = "notices:mark"
     KEYS_READ = "keys:read"
     KEYS_VERIFY = "keys:verify"
+    KEYS_REPLICATE = "keys:replicate"
+    KEYS_REPLICATE_DIGESTS = "keys:replicate_digests"
     KEYS_SUSPEND = "keys:suspend"
     KEYS_RESUME = "keys:resume"
     KEYS_REVOKE = "keys:revoke"
@@ -70,6 +72,8 @@ SERVICE_PERMISSIONS = frozenset(
         Permission.KEYS_READ,
         Permission.KEYS_VERIFY,
         Permission.KEYS_REVOKE,
+        Permission.KEYS_REPLICATE,
+        Permission.KEYS_REPLICATE_DIGESTS,
         Permission.ISSUANCE_REQUEST,
         Permission.ISSUANCE_COLLECT,
         Permission.ROTATIONS_READ,

@@ -111,6 +111,8 @@ REVOKED_BODY = define(
 
 # --- the catalog ------------------------------------------------------------------------------------------
 
+_LIMIT_BODY = define("EndpointLimitBody", obj(count=INTEGER, seconds=INTEGER))
+
 _ENDPOINT_BODY = define(
     "EndpointBody",
     obj(
@@ -124,7 +126,7 @@ _ENDPOINT_BODY = define(
         merchant_from=nullable(TEXT),
         store_from=nullable(TEXT),
         idempotency_key=FLAG,
-        limit=nullable(define("EndpointLimitBody", obj(count=INTEGER, seconds=INTEGER))),
+        limit=nullable(_LIMIT_BODY),
         on_limiter_loss=one_of(LimiterFailurePolicy),
         built_in=FLAG,
         summary=TEXT,
@@ -245,6 +247,80 @@ COLLECTED_BODY = define(
         credential_id=TEXT,
         key_id=TEXT,
         optional={"key": nullable(TEXT), "sealed": SEALED_BODY, "secret_available": FLAG},
+    ),
+)
+
+# --- the change feed ----------------------------------------------------------------------------------------
+
+_KEY_RECORD_BODY = define(
+    "KeyRecordBody",
+    obj(
+        "What a verdict depends on. `digest`, its pepper version and the account's numbers are for regional verifiers.",
+        key_id=TEXT,
+        credential_id=TEXT,
+        kind=one_of(KeyKind),
+        environment=one_of(Environment),
+        merchant_id=TEXT,
+        state=one_of(KeyState),
+        retirement=nullable(one_of(RetirementReason)),
+        expires_at=nullable(INSTANT),
+        merchant_active=FLAG,
+        account_active=FLAG,
+        origin_header=one_of(["refuse", "report"]),
+        networks=list_of(TEXT),
+        limit=nullable(_LIMIT_BODY),
+        optional={"digest": TEXT, "pepper_version": INTEGER, "account_id": INTEGER, "account_version": INTEGER},
+    ),
+)
+
+_CHANGE_BODY = define(
+    "ChangeBody",
+    obj(
+        "A changed subject. `kind`: key, credential, account, merchant, limit, endpoint, customer_token or "
+        "service_token; drop everything for another one. `record`: of a key, as it is now.",
+        sequence=INTEGER,
+        kind=TEXT,
+        id=TEXT,
+        record=nullable(_KEY_RECORD_BODY),
+    ),
+)
+
+CHANGES_BODY = define(
+    "ChangesBody",
+    obj(
+        reader_id=TEXT,
+        sequence=INTEGER,
+        waited_seconds={"type": "number", "minimum": 0},
+        staleness_seconds=INTEGER,
+        changes=list_of(_CHANGE_BODY),
+    ),
+)
+
+CONFIRMED_BODY = define("ConfirmedBody", obj(reader_id=TEXT, sequence=INTEGER))
+USAGE_REPORTED_BODY = define("UsageReportedBody", obj(reader_id=TEXT, number=INTEGER))
+SNAPSHOT_KEYS_BODY = define("SnapshotKeysBody", obj(keys=list_of(_KEY_RECORD_BODY)))
+
+RULES_BODY = define(
+    "RulesBody",
+    obj(
+        endpoints=list_of(_ENDPOINT_BODY),
+        limits=obj(
+            default={"type": "object", "additionalProperties": _LIMIT_BODY},
+            overrides=list_of(
+                define(
+                    "LimitOverrideBody",
+                    obj(
+                        "The limit of an endpoint: of one merchant's account, else (`merchant_id` null) of all.",
+                        merchant_id=nullable(TEXT),
+                        environment=one_of(Environment),
+                        endpoint=TEXT,
+                        limit=_LIMIT_BODY,
+                        setting=TEXT,
+                        account_id=nullable(INTEGER),
+                    ),
+                )
+            ),
+        ),
     ),
 )
 

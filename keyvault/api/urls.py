@@ -3,6 +3,13 @@
 from django.urls import path
 
 from keyvault.api import converters  # noqa: F401  registers the ids used below
+from keyvault.api.views.changes import (
+    ChangesView,
+    ConfirmationsView,
+    SnapshotKeysView,
+    SnapshotView,
+    UsageReportsView,
+)
 from keyvault.api.views.docs import DocsView, OpenAPIView
 from keyvault.api.views.endpoints import EndpointsView
 from keyvault.api.views.health import HealthView, ReadinessView
@@ -24,6 +31,11 @@ urlpatterns = [
     path("v1/keys/<key_id:key_id>", KeyView.as_view()),
     path("v1/keys/<key_id:key_id>/revoke", RevokeView.as_view()),
     path("v1/revocations/<sequence:sequence>", RevocationView.as_view()),
+    path("v1/changes", ChangesView.as_view()),
+    path("v1/changes/confirmations", ConfirmationsView.as_view()),
+    path("v1/usage-reports", UsageReportsView.as_view()),
+    path("v1/snapshot", SnapshotView.as_view()),
+    path("v1/snapshot/keys", SnapshotKeysView.as_view()),
     path("v1/credentials", CredentialsView.as_view()),
     path("v1/credentials/<credential_id:credential_id>", CredentialView.as_view()),
     path("v1/endpoints", EndpointsView.as_view()),

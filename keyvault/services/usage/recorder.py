@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import chain, islice
@@ -158,14 +158,8 @@ class UsageLog(BackgroundThread):
             return None
 
     def _register(self, now: datetime) -> None:
-        UsageReporter.objects.create(
-            reporter_id=self.reporter_id,
-            started_at=now,
-            flushed_through_at=now,
-            report=self._reports,
-            peppers=load_peppers.newest_versions(),
-            environment=settings.ENVIRONMENTS[0] if len(settings.ENVIRONMENTS) == 1 else "",
-        )
+        peppers = load_peppers.newest_versions()
+        register_reporter(self.reporter_id, settings.ENVIRONMENTS, peppers, now, report=self._reports)
 
     @property
     def is_reporting(self) -> bool:
@@ -227,11 +221,8 @@ class UsageLog(BackgroundThread):
         report = self._unconfirmed
         if report is None:
             return
-        is_known = _write(report)
-        if refused := {row[0] for rows in report.counted for row in rows if row[5] == _REFUSED}:
-            # The report is stored. A receiver that fails must not stop this process's reports.
-            with log_failure(_log, "receivers were not notified of refused keys"):
-                keys_refused.send(None, key_ids=refused, now=report.through)
+        is_known = _write(report, load_peppers.newest_versions())
+        _notify_of_refused(report)
         self._unconfirmed = None
         if self._file is not None and report.mark is not None:
             self._file.confirm()
@@ -305,6 +296,20 @@ def _add(counts: dict[Use, Uses], row: Uses) -> None:
     counts[use] = (*use[:6], times, first, last)
 
 
+def register_reporter(
+    reporter_id: str, environments: Collection[str], peppers: Mapping[str, int], now: datetime, *, report: int = 0
+) -> None:
+    """Register a process that reports uses. `environments`: those whose keys it verifies."""
+    UsageReporter.objects.create(
+        reporter_id=reporter_id,
+        started_at=now,
+        flushed_through_at=now,
+        report=report,
+        peppers=peppers,
+        environment=next(iter(environments)) if len(environments) == 1 else "",
+    )
+
+
 class _Report(NamedTuple):
     """One report: its counts, the watermark `through`, and whether the reporter deregisters with it (`is_final`).
 
@@ -341,12 +346,39 @@ def _report_dead_file(file: DeadFile, now: datetime) -> None:
     if row is not None and entries is not None:
         uses = [(*entry[:6], 1, entry[6], entry[6]) for entry in entries]
         number = max(row.report, file.last_number) + 1
-        _write(_Report(file.reporter_id, number, now, is_final=True, counted=[uses], used=set()))
+        report = _Report(file.reporter_id, number, now, is_final=True, counted=[uses], used=set())
+        _write(report, load_peppers.newest_versions())
         _log.warning("reported the uses of a killed process", extra={"count": len(uses)})
     file.delete()
 
 
-def _write(report: _Report) -> bool:
+def store_report(
+    reporter_id: str,
+    number: int,
+    through: datetime,
+    uses: Sequence[Uses],
+    peppers: Mapping[str, int],
+    *,
+    is_final: bool,
+) -> bool:
+    """Store the report of a process without a log-in to the database. Return whether the reporter's row exists.
+
+    A number that is stored already adds nothing. `peppers`: its newest loaded version of each set; empty: it has none.
+    """
+    report = _Report(reporter_id, number, through, is_final, [uses], set())
+    is_known = _write(report, peppers)
+    _notify_of_refused(report)
+    return is_known
+
+
+def _notify_of_refused(report: _Report) -> None:
+    """Notify the receivers of refused keys in a stored report. One that fails must not stop the reports."""
+    if refused := {row[0] for rows in report.counted for row in rows if row[5] == _REFUSED}:
+        with log_failure(_log, "receivers were not notified of refused keys"):
+            keys_refused.send(None, key_ids=refused, now=report.through)
+
+
+def _write(report: _Report, peppers: Mapping[str, int]) -> bool:
     """Add a report to the stored counts in one transaction. Return whether the reporter's row exists.
 
     Additions commute, so late and early reporters agree. A report that was already written adds nothing.
@@ -355,7 +387,6 @@ def _write(report: _Report) -> bool:
     before all buckets, these before all sources, and these before all keys.
     """
     stopped_at = report.through if report.is_final else None
-    peppers = load_peppers.newest_versions()
     rows = chain.from_iterable(report.counted)
     if connection.vendor == "postgresql":
         pieces = [_encode([(*row, name_source(row[2], row[3])) for row in portion]) for portion in _in_portions(rows)]
