@@ -16,6 +16,7 @@ from keyvault.api.openapi_components import (
     reference,
 )
 from keyvault.api.openapi_examples import KEY
+from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.issuance import Delivery, IssuanceState
@@ -299,6 +300,70 @@ CHANGES_BODY = define(
 CONFIRMED_BODY = define("ConfirmedBody", obj(reader_id=TEXT, sequence=INTEGER))
 USAGE_REPORTED_BODY = define("UsageReportedBody", obj(reader_id=TEXT, number=INTEGER))
 SNAPSHOT_KEYS_BODY = define("SnapshotKeysBody", obj(keys=list_of(_KEY_RECORD_BODY)))
+
+_DIGEST = {"digest": TEXT, "pepper_version": INTEGER}
+
+SNAPSHOT_TOKENS_BODY = define(
+    "SnapshotTokensBody",
+    obj(
+        tokens=list_of(
+            define(
+                "TokenRecordBody",
+                obj(
+                    token_id=TEXT,
+                    name=TEXT,
+                    person=TEXT,
+                    permissions=list_of(TEXT),
+                    scope=obj(merchants=nullable(list_of(TEXT)), environments=list_of(one_of(Environment))),
+                    lineage=TEXT,
+                    is_probe=FLAG,
+                    expires_at=INSTANT,
+                    revoked_at=nullable(INSTANT),
+                    **_DIGEST,
+                ),
+            )
+        )
+    ),
+)
+
+SNAPSHOT_CUSTOMERS_BODY = define(
+    "SnapshotCustomersBody",
+    obj(
+        customers=list_of(
+            define(
+                "CustomerRecordBody",
+                obj(
+                    token_id=TEXT,
+                    environment=one_of(Environment),
+                    merchant_id=TEXT,
+                    customer_id=TEXT,
+                    expires_at=INSTANT,
+                    revoked_at=nullable(INSTANT),
+                    **_DIGEST,
+                ),
+            )
+        )
+    ),
+)
+
+SNAPSHOT_PEPPERS_BODY = define(
+    "SnapshotPeppersBody",
+    obj(
+        peppers=list_of(
+            define(
+                "PepperVersionBody",
+                obj(
+                    pepper_set=one_of(PepperSet),
+                    number=INTEGER,
+                    check_value=TEXT,
+                    created_at=INSTANT,
+                    hashes_from_at=nullable(INSTANT),
+                    retired_at=nullable(INSTANT),
+                ),
+            )
+        )
+    ),
+)
 
 RULES_BODY = define(
     "RulesBody",

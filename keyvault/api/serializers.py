@@ -174,6 +174,13 @@ class SnapshotKeysQuery(QuerySerializer):
     )
 
 
+class SnapshotTokensQuery(QuerySerializer):
+    token_ids = StrictText(
+        pattern=rf"[0-9A-Za-z]{{16}}(,[0-9A-Za-z]{{16}}){{0,{MAX_KEYS - 1}}}",
+        help_text=f"1 to {MAX_KEYS} token ids, separated by commas.",
+    )
+
+
 class ReportedUseRequest(StrictSerializer):
     """The uses of one key by one client, in one minute, with one outcome."""
 

@@ -6,7 +6,10 @@ from keyvault.api import converters  # noqa: F401  registers the ids used below
 from keyvault.api.views.changes import (
     ChangesView,
     ConfirmationsView,
+    SnapshotCustomersView,
     SnapshotKeysView,
+    SnapshotPeppersView,
+    SnapshotTokensView,
     SnapshotView,
     UsageReportsView,
 )
@@ -36,6 +39,9 @@ urlpatterns = [
     path("v1/usage-reports", UsageReportsView.as_view()),
     path("v1/snapshot", SnapshotView.as_view()),
     path("v1/snapshot/keys", SnapshotKeysView.as_view()),
+    path("v1/snapshot/tokens", SnapshotTokensView.as_view()),
+    path("v1/snapshot/customers", SnapshotCustomersView.as_view()),
+    path("v1/snapshot/peppers", SnapshotPeppersView.as_view()),
     path("v1/credentials", CredentialsView.as_view()),
     path("v1/credentials/<credential_id:credential_id>", CredentialView.as_view()),
     path("v1/endpoints", EndpointsView.as_view()),

@@ -7,11 +7,32 @@ from keyvault.access.permissions import Permission
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.middleware import FEED_WAIT
 from keyvault.api.openapi import documented
-from keyvault.api.schemas import CHANGES_BODY, CONFIRMED_BODY, RULES_BODY, SNAPSHOT_KEYS_BODY, USAGE_REPORTED_BODY
-from keyvault.api.serializers import ChangesQuery, ConfirmationRequest, SnapshotKeysQuery, UsageReportRequest
+from keyvault.api.schemas import (
+    CHANGES_BODY,
+    CONFIRMED_BODY,
+    RULES_BODY,
+    SNAPSHOT_CUSTOMERS_BODY,
+    SNAPSHOT_KEYS_BODY,
+    SNAPSHOT_PEPPERS_BODY,
+    SNAPSHOT_TOKENS_BODY,
+    USAGE_REPORTED_BODY,
+)
+from keyvault.api.serializers import (
+    ChangesQuery,
+    ConfirmationRequest,
+    SnapshotKeysQuery,
+    SnapshotTokensQuery,
+    UsageReportRequest,
+)
 from keyvault.domain.errors import ErrorCode
 from keyvault.services.change_feed.readers import ReadChanges, confirm_changes, read_changes, report_usage
-from keyvault.services.change_feed.snapshot import describe_records, describe_rules
+from keyvault.services.change_feed.snapshot import (
+    describe_customers,
+    describe_pepper_versions,
+    describe_records,
+    describe_rules,
+    describe_tokens,
+)
 
 _READER_CODES = (ErrorCode.CURSOR_EXPIRED, ErrorCode.STATE_CONFLICT)
 
@@ -142,3 +163,55 @@ class SnapshotKeysView(ServiceView):
         has_digests = Permission.KEYS_REPLICATE_DIGESTS in self.service.permissions
         ids = frozenset(form.validated_data["key_ids"].split(","))
         return Response({"keys": describe_records(self.service, ids, has_digests=has_digests)})
+
+
+class SnapshotTokensView(ServiceView):
+    permission = Permission.KEYS_REPLICATE_DIGESTS
+
+    @documented(
+        "snapshot_tokens_read",
+        summary="Read the records of service tokens, for a regional verifier.",
+        description="Tokens whose environments and merchants are within this token's, with their digests. Others are "
+        "absent, and so are permissions other than `keys:verify`.",
+        permission=Permission.KEYS_REPLICATE_DIGESTS,
+        answers={200: SNAPSHOT_TOKENS_BODY},
+        parameters=[SnapshotTokensQuery],
+    )
+    def get(self, request: Request) -> Response:
+        return Response({"tokens": describe_tokens(self.service, _token_ids(request))})
+
+
+class SnapshotCustomersView(ServiceView):
+    permission = Permission.KEYS_REPLICATE_DIGESTS
+
+    @documented(
+        "snapshot_customers_read",
+        summary="Read the records of customer access tokens, for a regional verifier.",
+        description="Customer access tokens within this token's scope, with their digests. Others are absent.",
+        permission=Permission.KEYS_REPLICATE_DIGESTS,
+        answers={200: SNAPSHOT_CUSTOMERS_BODY},
+        parameters=[SnapshotTokensQuery],
+    )
+    def get(self, request: Request) -> Response:
+        return Response({"customers": describe_customers(self.service, _token_ids(request))})
+
+
+class SnapshotPeppersView(ServiceView):
+    permission = Permission.KEYS_REPLICATE_DIGESTS
+
+    @documented(
+        "snapshot_peppers_read",
+        summary="Read which pepper versions exist, for a regional verifier.",
+        description="The versions with their check values. The peppers themselves are in the region's own Vault and "
+        "never in a response.",
+        permission=Permission.KEYS_REPLICATE_DIGESTS,
+        answers={200: SNAPSHOT_PEPPERS_BODY},
+    )
+    def get(self, request: Request) -> Response:
+        return Response({"peppers": describe_pepper_versions(self.service)})
+
+
+def _token_ids(request: Request) -> frozenset[str]:
+    form = SnapshotTokensQuery(data=request.query_params)
+    form.is_valid(raise_exception=True)
+    return frozenset(form.validated_data["token_ids"].split(","))
