@@ -33,7 +33,7 @@ Rule = OperationRule | EndpointRule
 
 _FOUR_EYES = frozenset(
     {Permission.ISSUANCE_APPROVE, Permission.ROTATIONS_APPROVE, Permission.BREAK_GLASS_REVIEW}
-    | {Permission.OPERATORS_APPROVE, Permission.RECIPIENTS_APPROVE}
+    | {Permission.OPERATORS_APPROVE}
 )
 _PERSONAL = frozenset({Permission.SESSIONS_WRITE})
 

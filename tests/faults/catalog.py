@@ -84,6 +84,13 @@ EXPERIMENTS = (
         servers=frozenset({"postgres"}),
     ),
     Experiment(
+        "region",
+        "region",
+        "a regional verifier over a line with delays, cuts and partitions, and never a yes after a receipt",
+        4,
+        servers=frozenset({"postgres"}),
+    ),
+    Experiment(
         "alerts",
         "alerts",
         "each fault fires exactly its alerts within a minute, in a real Prometheus",

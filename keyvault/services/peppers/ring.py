@@ -70,6 +70,10 @@ class _Loaded:
         return next((peppers for since, peppers in self.phases if since <= at), self.phases[-1][1])
 
 
+def _rows_of_database(pepper_set: PepperSet) -> list[PepperVersion]:
+    return list(PepperVersion.objects.filter(pepper_set=pepper_set).order_by("number"))
+
+
 class PepperRing:
     """The loaded peppers of one process. Threads share them; a forked child inherits its parent's."""
 
@@ -367,10 +371,6 @@ def _arrange(pepper_set: PepperSet, versions: Mapping[int, bytes], rows: list[Pe
 
 
 _ALWAYS, _NEVER = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
-
-
-def _rows_of_database(pepper_set: PepperSet) -> list[PepperVersion]:
-    return list(PepperVersion.objects.filter(pepper_set=pepper_set).order_by("number"))
 
 
 def _rows(pepper_set: PepperSet) -> list[PepperVersion]:
