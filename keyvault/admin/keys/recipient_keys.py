@@ -59,8 +59,8 @@ class RecipientKeyAdmin(ConsoleModelAdmin):
             P.RECIPIENTS_WITHDRAW,
             run_service(withdraw_recipient_key, "Withdrawn. Nothing is sealed to this key any more."),
             (
-                "Replacements are no longer sealed to this key, not even in open rotations. If the merchant did not set "
-                "it, the credential's API key has leaked: report the key as compromised, too."
+                "Replacements are no longer sealed to this key, not even in open rotations. If the merchant did not "
+                "set it, the credential's API key has leaked: report the key as compromised, too."
             ),
             form=ReasonForm,
             is_available=lambda row: row.withdrawn_at is None,
@@ -89,18 +89,14 @@ class RecipientKeyAdmin(ConsoleModelAdmin):
         return f"{row.account} · {row.credential.label}"
 
     def summary(self, row: RecipientKey) -> FactTable:
+        credential_url = reverse("admin:keyvault_credential_change", args=[row.credential_id])
         return FactTable(
             "Recipient key",
             [
                 ("Recipient key id", mono(row)),
                 ("Public key (X25519)", mono(row.public_key)),
                 ("Account", account_link(row.account)),
-                (
-                    "Credential",
-                    link(
-                        reverse("admin:keyvault_credential_change", args=[row.credential_id]), mono(row.credential_id)
-                    ),
-                ),
+                ("Credential", link(credential_url, mono(row.credential_id))),
                 ("Set with", key_link(row.key)),
                 ("Set", moment(row.created_at)),
                 ("Applies", moment(row.applies_at)),
