@@ -61,6 +61,7 @@ from keyvault.admin.keys.issuance import IssuanceRequestAdmin
 from keyvault.admin.keys.keys import KeyAdmin
 from keyvault.admin.keys.overview import REFRESH_SECONDS, overview_context
 from keyvault.admin.keys.peppers import PepperVersionAdmin
+from keyvault.admin.keys.recipient_keys import RecipientKeyAdmin
 from keyvault.admin.keys.service_tokens import ServiceTokenAdmin
 from keyvault.admin.merchants.merchants import AccountAdmin, MerchantAdmin
 from keyvault.admin.merchants.provider_connections import ProviderConnectionAdmin
@@ -90,6 +91,7 @@ from keyvault.models import (
     OperatorChange,
     PepperVersion,
     ProviderConnection,
+    RecipientKey,
     Refusal,
     ServiceToken,
     WebhookEndpoint,
@@ -102,6 +104,7 @@ MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (IssuanceRequest, IssuanceRequestAdmin),
     (Credential, CredentialAdmin),
     (Key, KeyAdmin),
+    (RecipientKey, RecipientKeyAdmin),
     (Merchant, MerchantAdmin),
     (Account, AccountAdmin),
     (ProviderConnection, ProviderConnectionAdmin),

@@ -266,6 +266,24 @@ SETTINGS: tuple[Setting, ...] = (
         is_secret=True,
     ),
     Setting(
+        "KEYVAULT_REGION_SOURCE",
+        "",
+        "URL of the central service, for a regional verifier: `manage.py verifier` then needs no database, and reads "
+        "records and changes from there. `https://…`; `http://…` on this machine only.",
+        _origin,
+    ),
+    Setting(
+        "KEYVAULT_REGION_TOKEN",
+        "",
+        "Service token of a regional verifier, with the permissions `keys:replicate` and `keys:replicate_digests`.",
+        is_secret=True,
+    ),
+    Setting(
+        "KEYVAULT_REGION_CACERT",
+        "",
+        "CA file that a regional verifier checks the central service's certificate with. Unset: the system's.",
+    ),
+    Setting(
         "KEYVAULT_REDIS_URL",
         "",
         "`redis://…`: rate limits shared by several server processes, and the broker unless that is set separately. "

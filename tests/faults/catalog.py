@@ -86,6 +86,13 @@ EXPERIMENTS = (
         servers=frozenset({"postgres"}),
     ),
     Experiment(
+        "region",
+        "region",
+        "a regional verifier over a line with delays, cuts and partitions, and never a yes after a receipt",
+        4,
+        servers=frozenset({"postgres"}),
+    ),
+    Experiment(
         "alerts-hosts",
         "alerts",
         "each fault of hosts and servers fires exactly its alerts within a minute, in a real Prometheus",
