@@ -41,7 +41,7 @@ from keyvault.admin.framework.actions import CreateAction, RowAction
 from keyvault.admin.framework.attention import (
     MAX_ROWS,
     URGENT_TONES,
-    Found,
+    FoundAttention,
     attention_context,
     count_by_entry,
     menu_counts,
@@ -333,7 +333,7 @@ class ConsoleSite(AdminSite):
         context["tiles"] = [*context.get("tiles", ()), *(tile for part in parts for tile in part.tiles)]
         return live_page(self, request, "index", context, seconds=REFRESH_SECONDS)
 
-    def _attention(self, request: HttpRequest, *, is_complete: bool) -> Found:
+    def _attention(self, request: HttpRequest, *, is_complete: bool) -> FoundAttention:
         """Return what needs attention; without `is_complete` only what the operator can do."""
         viewable = (each for each in self._model_admins() if each.has_view_permission(request))
         items = [item for model_admin in viewable for item in model_admin.attention_items(request)]
