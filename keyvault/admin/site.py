@@ -41,7 +41,7 @@ from keyvault.admin.framework.actions import CreateAction, RowAction
 from keyvault.admin.framework.attention import (
     MAX_ROWS,
     URGENT_TONES,
-    Found,
+    FoundAttention,
     attention_context,
     count_by_entry,
     menu_counts,
@@ -61,6 +61,7 @@ from keyvault.admin.keys.issuance import IssuanceRequestAdmin
 from keyvault.admin.keys.keys import KeyAdmin
 from keyvault.admin.keys.overview import REFRESH_SECONDS, overview_context
 from keyvault.admin.keys.peppers import PepperVersionAdmin
+from keyvault.admin.keys.recipient_keys import RecipientKeyAdmin
 from keyvault.admin.keys.service_tokens import ServiceTokenAdmin
 from keyvault.admin.merchants.merchants import AccountAdmin, MerchantAdmin
 from keyvault.admin.merchants.provider_connections import ProviderConnectionAdmin
@@ -90,6 +91,7 @@ from keyvault.models import (
     OperatorChange,
     PepperVersion,
     ProviderConnection,
+    RecipientKey,
     Refusal,
     ServiceToken,
     WebhookEndpoint,
@@ -102,6 +104,7 @@ MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (IssuanceRequest, IssuanceRequestAdmin),
     (Credential, CredentialAdmin),
     (Key, KeyAdmin),
+    (RecipientKey, RecipientKeyAdmin),
     (Merchant, MerchantAdmin),
     (Account, AccountAdmin),
     (ProviderConnection, ProviderConnectionAdmin),
@@ -330,7 +333,7 @@ class ConsoleSite(AdminSite):
         context["tiles"] = [*context.get("tiles", ()), *(tile for part in parts for tile in part.tiles)]
         return live_page(self, request, "index", context, seconds=REFRESH_SECONDS)
 
-    def _attention(self, request: HttpRequest, *, is_complete: bool) -> Found:
+    def _attention(self, request: HttpRequest, *, is_complete: bool) -> FoundAttention:
         """Return what needs attention; without `is_complete` only what the operator can do."""
         viewable = (each for each in self._model_admins() if each.has_view_permission(request))
         items = [item for model_admin in viewable for item in model_admin.attention_items(request)]

@@ -29,9 +29,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from keyvault_client.export_check import ExportCheck, ExportError, ScopeCheck
 from keyvault.domain.audit_records import gather_kept, parse_public_keys, parse_record
 from keyvault.domain.timestamps import format_timestamp
+from keyvault_client.export_check import ExportCheck, ExportError, ScopeCheck
 
 PROVES = (
     "No entry was edited, moved, added or removed after a checkpoint signed it, except by a holder of the signing key."

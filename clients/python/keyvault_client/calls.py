@@ -106,9 +106,7 @@ class Calls(ABC, Generic[_Outcome]):
 
     def set_recipient_key(self, recipient_public_key: str) -> _Outcome:
         """Set the X25519 key to which replacements are sealed: 32 bytes in base64url without padding."""
-        return self.request(
-            "PUT", "/credentials/recipient-key", json={"recipient_public_key": recipient_public_key}
-        )
+        return self.request("PUT", "/credentials/recipient-key", json={"recipient_public_key": recipient_public_key})
 
     def revoke_own_key(self) -> _Outcome:
         """Revoke the key that this client uses, because it leaked."""

@@ -103,7 +103,13 @@ class SyncVerifier(Protocol):
 
 
 def refuse(
-    status: int, code: str, title: str, detail: str, *, headers: Mapping[str, str] | None = None, cause: str | None = None
+    status: int,
+    code: str,
+    title: str,
+    detail: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    cause: str | None = None,
 ) -> Decision:
     """Return a refusal that the client made without the service."""
     problem = {

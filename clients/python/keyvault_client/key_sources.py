@@ -113,8 +113,8 @@ def as_key_source(key: "str | Plaintext | KeySource | Callable[[], str | Plainte
     """Return the source for what a user may give. Raises RefusedError for anything else."""
     if isinstance(key, str | Plaintext):
         return StaticKey(key)
-    if hasattr(key, "read"):
-        return key
     if callable(key):
         return CallableKey(key)
+    if hasattr(key, "read"):
+        return key
     raise RefusedError("The client has no key source. Use a key, a function or a key source.", refusal="key")

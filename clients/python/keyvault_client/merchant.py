@@ -119,7 +119,7 @@ class _MerchantLogic:
             return False
         try:
             self._read_at = time.monotonic()
-            found = yield ReadKey(self._source, self._seconds_left(deadline))
+            found: Plaintext | Exception = yield ReadKey(self._source, self._seconds_left(deadline))
             if isinstance(found, Exception):
                 logger.warning("keyvault: the key source failed, the key stays in use: %s", type(found).__name__)
                 return False
@@ -139,7 +139,7 @@ class _MerchantLogic:
 
     def _read_first(self, deadline: float) -> Steps[Plaintext]:
         self._read_at = time.monotonic()
-        found = yield ReadKey(self._source, self._seconds_left(deadline))
+        found: Plaintext | Exception = yield ReadKey(self._source, self._seconds_left(deadline))
         if isinstance(found, Exception):
             raise KeySourceError(f"the key source failed: {type(found).__name__}") from found
         self._require_key(found)
@@ -152,7 +152,7 @@ class _MerchantLogic:
         if current is not None and not is_same(current, refused):
             return current  # Another call has reloaded it.
         self._read_at = time.monotonic()
-        found = yield ReadKey(self._source, self._seconds_left(deadline))
+        found: Plaintext | Exception = yield ReadKey(self._source, self._seconds_left(deadline))
         if isinstance(found, Exception):
             raise KeySourceError(f"the key source failed: {type(found).__name__}") from found
         if is_same(found, refused):

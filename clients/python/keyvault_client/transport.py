@@ -7,7 +7,7 @@ limits all operations of an exchange by one deadline. The async face cancels the
 import os
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -20,11 +20,14 @@ import httpx
 from keyvault.domain.plaintext import Plaintext
 from keyvault_client.effects import Effect, Failure, ReadKey, Reply, Send, Steps, Wait, _Result
 
-MAX_REPLY_BYTES = 1 << 20
+MAX_REPLY_BYTES = 4 << 20
 """Maximum size of a reply's body. The service's largest reply is smaller."""
 
 _KEEP_ALIVE_SECONDS = 30.0
 _MAX_CONNECTIONS = 100
+
+# Redirects are not followed, and the environment gives neither a proxy nor a .netrc.
+_OPTIONS: Mapping[str, Any] = {"follow_redirects": False, "trust_env": False}
 
 _deadline: ContextVar[float | None] = ContextVar("keyvault_client_deadline", default=None)
 
@@ -149,13 +152,14 @@ class SyncFace:
             case Send():
                 return self.send(effect)
             case Wait(seconds):
-                return self.sleep(seconds)
+                self.sleep(seconds)
+                return None
             case ReadKey():
                 return _read_key(effect)
 
     def send(self, send: Send) -> Reply | Failure:
         if self._client is None or self._process != os.getpid():
-            self._client, self._process = _new_client(httpx.Client, self._make()), os.getpid()
+            self._client, self._process = httpx.Client(transport=self._make(), **_OPTIONS), os.getpid()
         token = _deadline.set(send.deadline)
         try:
             with self._client.stream(
@@ -177,9 +181,11 @@ class AsyncFace:
             max_keepalive_connections=_MAX_CONNECTIONS,
             keepalive_expiry=_KEEP_ALIVE_SECONDS,
         )
-        self._make = lambda: httpx.AsyncHTTPTransport(verify=tls or _default_tls(), uds=socket, limits=limits, trust_env=False)
+        self._make = lambda: httpx.AsyncHTTPTransport(
+            verify=tls or _default_tls(), uds=socket, limits=limits, trust_env=False
+        )
         self._client: httpx.AsyncClient | None = None
-        self.sleep = anyio.sleep
+        self.sleep: Callable[[float], Awaitable[None]] = anyio.sleep
 
     async def run(self, steps: "Steps[_Result]") -> _Result:
         outcome: object = None
@@ -200,13 +206,14 @@ class AsyncFace:
             case Send():
                 return await self.send(effect)
             case Wait(seconds):
-                return await self.sleep(seconds)
+                await self.sleep(seconds)
+                return None
             case ReadKey():
                 return await anyio.to_thread.run_sync(_read_key, effect)
 
     async def send(self, send: Send) -> Reply | Failure:
         if self._client is None:
-            self._client = _new_client(httpx.AsyncClient, self._make())
+            self._client = httpx.AsyncClient(transport=self._make(), **_OPTIONS)
         try:
             with anyio.fail_after(send.deadline - time.monotonic()):
                 async with self._client.stream(
@@ -225,11 +232,6 @@ class AsyncFace:
 def _default_tls() -> ssl.SSLContext:
     """Trust the public certificate authorities. Reading them takes a while, so all clients share one context."""
     return httpx.create_ssl_context(trust_env=False)
-
-
-def _new_client(kind: Any, transport: Any) -> Any:
-    """Return an httpx client that follows no redirect, and takes no proxy or .netrc from the environment."""
-    return kind(transport=transport, follow_redirects=False, trust_env=False)
 
 
 def _timeout(send: Send) -> float:

@@ -44,16 +44,20 @@ class ServiceAddress:
         self.environment = environment
         self.token = as_plaintext(service_token)
         if kind_and_scope(self.token)[0] != "svc":
-            raise RefusedError(
-                "The service token is not one. A service token begins like kv_svc_.", refusal="key"
-            )
+            raise RefusedError("The service token is not one. A service token begins like kv_svc_.", refusal="key")
 
     def send(self, method: str, path: str, body: bytes, timeout: float) -> Send:
-        headers = {"Authorization": Plaintext(f"Bearer {self.token.reveal()}"), "Content-Type": "application/json"}
+        """Return the request with the service token. `timeout`: of the whole exchange, in seconds."""
+        headers: dict[str, str | Plaintext] = {
+            "Authorization": Plaintext(f"Bearer {self.token.reveal()}"),
+            "Content-Type": "application/json",
+        }
         return Send(method, self.url + path, headers, body, time.monotonic() + timeout)
 
 
-class _VerifierLogic:
+class VerifierLogic:
+    """What both faces share. It does no I/O, see `effects`."""
+
     def __init__(self, address: ServiceAddress, timeout: float) -> None:
         self._address = address
         self._timeout = timeout
@@ -96,7 +100,7 @@ class Verifier:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         address = ServiceAddress(url, environment, service_token)
-        self._logic = _VerifierLogic(address, timeout)
+        self._logic = VerifierLogic(address, timeout)
         self._face = SyncFace(tls, address.socket)
 
     def verify(self, question: Question) -> Decision:
@@ -126,7 +130,7 @@ class AsyncVerifier:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         address = ServiceAddress(url, environment, service_token)
-        self._logic = _VerifierLogic(address, timeout)
+        self._logic = VerifierLogic(address, timeout)
         self._face = AsyncFace(tls, address.socket)
 
     async def verify(self, question: Question) -> Decision:
@@ -200,11 +204,13 @@ def read_decision(members: dict[str, Any], environment: str) -> Decision | None:
 
 def read_identity(members: dict[str, Any], environment: str) -> Identity | None:
     """Return the identity of a decision, or None unless it is complete and of this environment."""
-    texts = [members.get(name) for name in ("key_id", "credential_id", "kind", "merchant_id", "environment")]
+    names = ("key_id", "credential_id", "kind", "merchant_id", "environment")
     customer_id = members.get("customer_id")
-    if not all(isinstance(text, str) and text for text in texts) or not isinstance(customer_id, str | None):
+    if not all(isinstance(members.get(name), str) and members[name] for name in names):
         return None
-    identity = Identity(*map(str, texts), customer_id=customer_id or None)
+    if not isinstance(customer_id, str | None):
+        return None
+    identity = Identity(**{name: members[name] for name in names}, customer_id=customer_id or None)
     is_valid = identity.environment == environment and identity.kind in {"private", "public"}
     return identity if is_valid else None
 

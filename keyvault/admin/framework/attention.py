@@ -113,7 +113,7 @@ class AttentionItem:
     button: str = "Review"
 
 
-Found = Sequence[tuple[Attention, list[str]]]
+FoundAttention = Sequence[tuple[Attention, list[str]]]
 """Items with the ids of their first rows."""
 
 _MAX_SHOWN = 8
@@ -129,7 +129,7 @@ _MAX_KEPT = 1_000
 """Maximum sessions whose counts are kept."""
 
 
-def count_by_entry(found: Found) -> dict[str, str]:
+def count_by_entry(found: FoundAttention) -> dict[str, str]:
     """Return the number of urgent rows by the menu's entry, for those that have any."""
     counts: Counter[str] = Counter()
     for item, ids in found:
@@ -138,7 +138,7 @@ def count_by_entry(found: Found) -> dict[str, str]:
     return {entry: f"{MAX_ROWS}+" if count > MAX_ROWS else str(count) for entry, count in counts.items() if count}
 
 
-def attention_context(request: HttpRequest, found: Found) -> dict[str, Any]:
+def attention_context(request: HttpRequest, found: FoundAttention) -> dict[str, Any]:
     """Return what the overview shows: alarms first, then what the operator can decide, then what others must do.
 
     Only the first items have lines. An item that turns out to have no row for the operator is empty.

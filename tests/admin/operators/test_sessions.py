@@ -27,7 +27,7 @@ from tests.factories import PASSWORD, grant, issue, now
 LOGIN, FACTOR = "/admin/login/", "/admin/second-factor/"
 FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:128.0) Gecko/20100101 Firefox/128.0"
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def row_of(client: Client) -> ConsoleSession:
@@ -45,6 +45,7 @@ def grow_older(**age: float) -> None:
         )
 
 
+@pytest.mark.database
 def test_link_from_outside_leads_to_sign_in_and_then_to_the_page(desk: Desk) -> None:
     """An alarm's link opens its page after the sign-in, and opening it signed out writes no row."""
     key, _ = issue(desk.sandbox)

@@ -10,7 +10,6 @@ from typing import Any
 
 import anyio
 import pytest
-
 from keyvault_client import (
     AsyncMerchantClient,
     AsyncVerifier,
@@ -185,7 +184,8 @@ class Merchant:
         )
         self.face = face
         self.client: Any = (MerchantClient if face == "sync" else AsyncMerchantClient)(*arguments)
-        self.client._face.sleep = self._wait if face == "sync" else self._wait_async
+        wait: Any = self._wait if face == "sync" else self._wait_async
+        self.client._face.sleep = wait
         self.waits: list[float] = []
 
     async def request(self, call: Mapping[str, Any]) -> Any:
@@ -254,9 +254,7 @@ def require_result(result: Any, expect: Mapping[str, Any]) -> None:
         assert (getattr(result, name) or None) == (value or None), name
 
 
-def require_attempts(
-    server: ScriptedServer, case: Mapping[str, Any], call: Mapping[str, Any], seen: set[str]
-) -> None:
+def require_attempts(server: ScriptedServer, case: Mapping[str, Any], call: Mapping[str, Any], seen: set[str]) -> None:
     attempts, client = server.received, case["client"]
     assert len(attempts) == call["expect"]["attempts"]
     own_keys = {attempt.headers.get("idempotency-key") for attempt in attempts}
@@ -281,21 +279,23 @@ def require_attempts(
 def test_conformance_refusals(case: Mapping[str, Any]) -> None:
     """Guarantee: what would disclose a credential is refused before a connection is opened."""
     key = case.get("key_text") or KEYS[case["key"]]
+    start = Verifier if case["client"] == "verifier" else partial(call_refused, case)
     with pytest.raises(RefusedError) as refused:
-        if case["client"] == "verifier":
-            Verifier(case["base_url"], case["environment"], key)
-        else:
-            with MerchantClient(case["base_url"], case["environment"], key) as client:
-                client._face.send = None  # type: ignore[assignment, method-assign]  # nothing may be sent
-                client.request(
-                    case["method"],
-                    case["path"],
-                    body=b"{}",
-                    idempotency_key=case.get("idempotency_key"),
-                    customer_token=KEYS.get(case.get("customer_token", "")),
-                )
+        start(case["base_url"], case["environment"], key)
     assert refused.value.refusal == case["refusal"]
     require_no_key(f"{refused.value!r}")
+
+
+def call_refused(case: Mapping[str, Any], base_url: str, environment: str, key: str) -> None:
+    client: Any = MerchantClient(base_url, environment, key)
+    client._face.send = None  # Nothing may be sent.
+    client.request(
+        case["method"],
+        case["path"],
+        body=b"{}",
+        idempotency_key=case.get("idempotency_key"),
+        customer_token=KEYS.get(case.get("customer_token", "")),
+    )
 
 
 @cases("webhooks")

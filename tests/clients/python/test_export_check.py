@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from keyvault_client.export_check import ExportCheck, ExportError
 
-from keyvault.client.export_check import ExportCheck, ExportError
 from keyvault.domain.audit import Break, ChainedEntry
 from keyvault.domain.audit_records import ChainHead, ExportStart, gather_kept, parse_record
 from keyvault.domain.checkpoints import (

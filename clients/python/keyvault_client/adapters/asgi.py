@@ -1,6 +1,6 @@
 """ASGI middleware, for Starlette, FastAPI and others.
 
-    app.add_middleware(KeyvaultMiddleware, verifier=AsyncVerifier("https://keyvault.internal", "sandbox", token))
+app.add_middleware(KeyvaultMiddleware, verifier=AsyncVerifier("https://keyvault.internal", "sandbox", token))
 """
 
 from collections.abc import Awaitable, Callable, MutableMapping

@@ -1,10 +1,10 @@
 """Flask.
 
-    protect(app, Verifier("https://keyvault.internal", "sandbox", token))
+protect(app, Verifier("https://keyvault.internal", "sandbox", token))
 
-    @app.get("/orders")
-    def orders():
-        return {"merchant": current_identity().merchant_id}
+@app.get("/orders")
+def orders():
+    return {"merchant": current_identity().merchant_id}
 """
 
 from flask import Flask, request

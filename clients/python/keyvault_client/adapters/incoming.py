@@ -18,7 +18,7 @@ class Incoming:
 
     Attributes:
         method, path: as received; the path with the query.
-        headers: names in lower case; repeated headers are joined with a comma, which the service refuses in a credential.
+        headers: names in lower case; repeated headers are joined with a comma, which no credential may hold.
         peer: the address of the connection's other end.
     """
 
@@ -37,8 +37,8 @@ class AdapterOptions:
     """Options of all adapters.
 
     Attributes:
-        endpoint: name of the endpoint in the catalog, instead of the request's method and path. The service then does not
-            see the URL, and cannot refuse a key in it.
+        endpoint: name of the endpoint in the catalog, instead of the request's method and path. The service then
+            does not see the URL, and cannot refuse a key in it.
         trusted_proxies: number of your own proxies that append to X-Forwarded-For; 0 uses the peer's address.
         describe: may add to the question.
     """

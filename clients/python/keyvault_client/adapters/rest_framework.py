@@ -7,7 +7,7 @@
         "EXCEPTION_HANDLER": "keyvault_client.adapters.rest_framework.exception_handler",
     }
 
-A view reads `request.auth`, an Identity. It may name its endpoint of the catalog: `keyvault_endpoint = "orders.create"`.
+A view reads `request.auth`, an Identity. It may name its endpoint: `keyvault_endpoint = "orders.create"`.
 """
 
 import json
@@ -44,7 +44,7 @@ class KeyvaultUser:
         return self.identity.key_id
 
 
-class RefusedRequest(APIException):  # noqa: N818  REST framework names its exceptions so
+class RefusedRequest(APIException):
     """The answer to a refused request. Without `exception_handler` its media type is that of the renderer."""
 
     def __init__(self, decision: Decision) -> None:

@@ -1,6 +1,6 @@
 """WSGI middleware.
 
-    application = KeyvaultMiddleware(application, Verifier("https://keyvault.internal", "sandbox", token))
+application = KeyvaultMiddleware(application, Verifier("https://keyvault.internal", "sandbox", token))
 """
 
 from collections.abc import Callable, Iterable
