@@ -42,7 +42,7 @@ from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.shown_environment import environment_of, shown_scope
 from keyvault.admin.framework.sign_in import second_factor_url, set_locked
 from keyvault.admin.framework.step_up import factor_context, is_step_up_due, pass_step_up
-from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Line, Link, badge
+from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Line, Link
 from keyvault.domain.errors import (
     KeyvaultError,
     NotFoundError,
@@ -331,7 +331,6 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "title": detail.title,
             "singular": self.singular,
             "detail": detail,
-            "state_badge": badge(detail.state) if detail.state else "",
             "stepper": Stepper(detail.steps) if detail.steps else None,
             "page_environment": self._environment_of(row),
             "sections": [*detail.sections, *(section for extra in extras for section in extra.sections)],

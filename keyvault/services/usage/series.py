@@ -51,3 +51,17 @@ def count_uses(
     for minute, count in buckets.order_by().values_list("minute").annotate(Sum("count")):
         counts[int((minute - since) / step)] += count
     return counts
+
+
+def count_uses_by_key(
+    key_ids: Collection[str], since: datetime, until: datetime, step: timedelta
+) -> dict[str, list[int]]:
+    """Return the uses of each of these keys, as `count_uses` does, in two queries for all keys."""
+    steps = int((floor(until, step) - since) / step) + 1
+    counts = {key_id: [0] * steps for key_id in key_ids}
+    newest = UseContext.objects.filter(key__in=key_ids, outcome__in=SIGNS_OF_LIFE).order_by("-pk")
+    key_of = dict(newest.values_list("pk", "key_id")[: MAX_CONTEXTS * 5])
+    buckets = UseBucket.objects.filter(context__in=list(key_of), minute__gte=since, minute__lte=until)
+    for context_id, minute, count in buckets.values_list("context_id", "minute", "count"):
+        counts[key_of[context_id]][int((minute - since) / step)] += count
+    return counts

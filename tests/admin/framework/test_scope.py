@@ -67,7 +67,7 @@ def comparable(text: str, sent: object) -> str:
 def list_pages() -> Iterator[tuple[str, str]]:
     """Yield the name and the path of every page that is of no single row."""
     for name, path in patterns(admin.site.get_urls()):
-        if "<" not in path and name not in OPEN | OWN | {"logout", "everything else"}:
+        if "<" not in path and name not in OPEN | OWN | {"logout", "environment", "everything else"}:
             yield name, path
 
 
