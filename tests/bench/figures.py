@@ -193,8 +193,9 @@ BAO_TOKEN, BAO_KV = "OpenBao token look-up", "OpenBao KV read"
 BATCH_SIZE = 100
 
 TAIL, STALE, EVICTION, GROWTH = "p99 at 80 %", "stale", "eviction p99", "growth"
-JOBS, ROTATIONS, EVENT = "jobs", "rotations", "event to step"
+JOBS, ROTATIONS, EVENT, PAGES = "jobs", "rotations", "event to step", "pages"
 SIGN_IN, IDLE = "sign-in", "idle"
+QUERIES = "queries"
 
 TARGETS = (
     Target("verifier, all features / own hello", 0.50, 0.60, above=HIT, below=OWN_HELLO),
@@ -212,6 +213,8 @@ TARGETS = (
     Target("p99 of `orders.retrieve` under 16 sign-ins / idle", 2, 1.25, is_ceiling=True, figure=SIGN_IN),
     Target("processor time of an idle `make run`", 5, 3, " % of a core", is_ceiling=True, figure=IDLE),
     Target("worst periodic job, nothing due, in full / at a hundredth", 2, 1.25, is_ceiling=True, figure=JOBS),
+    Target("worst console page in full, processor time", 100, 50, " ms", is_ceiling=True, figure=PAGES),
+    Target("most queries of a console page", 12, 8, is_ceiling=True, figure=QUERIES),
     Target("rotations completed a second on two cores, with audit", 5, 20, figure=ROTATIONS),
     Target("event → step of its rotation, workers under load, p99", 2, 0.5, " s", is_ceiling=True, figure=EVENT),
 )

@@ -19,7 +19,7 @@ from keyvault.management.supervisor import start_child_process
 from tests.environment import ROOT
 
 from .command_process import CommandProcess, receive_reply, run_command, send_command, start_command_process
-from .figures import EVENT, JOBS, ROTATIONS, Spread, number, spread
+from .figures import EVENT, JOBS, PAGES, QUERIES, ROTATIONS, Spread, number, spread
 from .machine import Cores
 from .progress import report
 from .revoke import NOT_COPIED
@@ -174,7 +174,7 @@ def _ratios(round_of: list[Mapping[str, list[float]]]) -> dict[str, float]:
 # --- tables -----------------------------------------------------------------------------------------------------
 
 JOB_HEADS = ["job", "nothing due, a hundredth, CPU ms", "in full, CPU ms", "ratio", f"{DUE:,} due, in full, CPU ms"]
-PAGE_HEADS = ["page", "a hundredth, CPU ms", "in full, CPU ms", "ratio", "status"]
+PAGE_HEADS = ["page", "a hundredth, CPU ms", "in full, CPU ms", "ratio", "queries", "status"]
 TABLE_HEADS = ["table", "rows", "bytes each", "rows for each rotation", "MB a day"]
 
 
@@ -208,11 +208,11 @@ def page_rows(results: Mapping[str, Any]) -> Iterator[list[str]]:
         before = small.get(name)
         first, last = before and before["ms"], page["ms"]
         ratio = "-" if first is None or last is None else number(last / first)
-        yield [name, _shown(first), _shown(last), ratio, str(page["status"])]
+        yield [name, _shown(first), _shown(last), ratio, _shown(page["queries"]), str(page["status"])]
     for title, part in (("revoke, p50", "revoke"), ("revoke-self repeated, p50", "repeat")):
         times = [each["p50_ms"] for each in results[part]]
         statuses = ", ".join(f"{status}: {count}" for status, count in results[part][1].get("statuses", {}).items())
-        yield [title, number(times[0]), number(times[1]), number(times[1] / times[0]), statuses]
+        yield [title, number(times[0]), number(times[1]), number(times[1] / times[0]), "-", statuses]
 
 
 def table_rows(results: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -236,6 +236,9 @@ def figures_of(results: Mapping[str, Any]) -> dict[str, Spread]:
     driven = results["driven"]
     worst = [(max(_ratios(each).values()), True) for each in results["idle"]]
     found = {JOBS: spread(worst), ROTATIONS: _single(results["completed_per_second"])}
+    pages = results["pages"][1]
+    found[PAGES] = _single(max(1e9 if page["ms"] is None else page["ms"] for page in pages))
+    found[QUERIES] = _single(max(page["queries"] or 0 for page in pages))
     # An incomplete rotation is an event without a step.
     is_done = driven["completed"] == driven["rotations"] and driven["p99_ms"] is not None
     return found | {EVENT: _single(driven["p99_ms"] / 1e3 if is_done else 1e9)}

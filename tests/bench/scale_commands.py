@@ -380,6 +380,7 @@ def _measure_pages(samples: "Samples") -> Iterator[dict[str, Any]]:
 def _open_page(get: Callable[[], Any]) -> dict[str, Any]:
     """Open a page twice and measure the second time. `ms` None: it took longer than PAGE_SECONDS."""
     from django.db import connection
+    from django.test.utils import CaptureQueriesContext
 
     def stop(number_of: int, frame: object) -> None:
         raise TooSlowError
@@ -387,14 +388,16 @@ def _open_page(get: Callable[[], Any]) -> dict[str, Any]:
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(PAGE_SECONDS)
     try:
-        get()
+        with CaptureQueriesContext(connection) as made:
+            get()
         spent, response = _cost(get)
     except TooSlowError:
         connection.close()
-        return {"ms": None, "status": f"over {PAGE_SECONDS} s"}
+        return {"ms": None, "queries": None, "status": f"over {PAGE_SECONDS} s"}
     finally:
         signal.alarm(0)
-    return {"ms": spent, "status": str(response.status_code)}
+    queries = sum("SAVEPOINT" not in each["sql"] for each in made.captured_queries)
+    return {"ms": spent, "queries": queries, "status": str(response.status_code)}
 
 
 def _allow_test_host() -> None:
