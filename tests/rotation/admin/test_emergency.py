@@ -14,7 +14,7 @@ from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
 from tests.admin.conftest import desk
 from tests.admin.desk import Desk, address, browser, text_of
-from tests.factories import PRODUCTION, issue, now
+from tests.factories import issue, now
 from tests.rotation.services.rotations.test_emergency_races import revoke
 
 __all__ = ["desk"]
