@@ -56,6 +56,7 @@ from keyvault.admin.framework.plain_pages import CONTENT_SECURITY_POLICY
 from keyvault.admin.framework.row_search import find_ids
 from keyvault.admin.framework.shown_environment import choose_environment, environment_of
 from keyvault.admin.framework.sign_in import SignInView, find_next, second_factor_url
+from keyvault.admin.keys.credential_choices import CREDENTIAL_CHOICES
 from keyvault.admin.keys.credentials import CredentialAdmin
 from keyvault.admin.keys.issuance import IssuanceRequestAdmin
 from keyvault.admin.keys.keys import KeyAdmin
@@ -63,6 +64,7 @@ from keyvault.admin.keys.overview import REFRESH_SECONDS, overview_context
 from keyvault.admin.keys.peppers import PepperVersionAdmin
 from keyvault.admin.keys.recipient_keys import RecipientKeyAdmin
 from keyvault.admin.keys.service_tokens import ServiceTokenAdmin
+from keyvault.admin.merchants.merchant_choices import MERCHANT_CHOICES
 from keyvault.admin.merchants.merchants import AccountAdmin, MerchantAdmin
 from keyvault.admin.merchants.provider_connections import ProviderConnectionAdmin
 from keyvault.admin.merchants.webhooks import WebhookEndpointAdmin
@@ -147,7 +149,7 @@ class ConsoleSite(AdminSite):
 
     def __init__(self, name: str = "admin") -> None:
         super().__init__(name)
-        self._pages: list[ConsolePage] = []
+        self._pages: list[ConsolePage] = [MERCHANT_CHOICES, CREDENTIAL_CHOICES]
         self._overview_parts: list[FindPart] = []
         for model, model_admin in MODEL_ADMINS:
             self.register(model, model_admin)
