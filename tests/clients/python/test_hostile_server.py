@@ -5,7 +5,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -224,7 +224,8 @@ ODD: dict[str, bytes] = {
     "deep JSON": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n" + b"[" * 200_000,
     "compressed": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n\r\n{}",
     "null": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\nnull",
-    "old date": b"HTTP/1.1 503 No\r\nDate: Thu, 01 Jan 1970 00:00:00 GMT\r\nRetry-After: Fri, 31 Dec 9999 23:59:59 GMT\r\n\r\n",
+    "old date": b"HTTP/1.1 503 No\r\nDate: Thu, 01 Jan 1970 00:00:00 GMT\r\n"
+    b"Retry-After: Fri, 31 Dec 9999 23:59:59 GMT\r\n\r\n",
     "bad retry": b"HTTP/1.1 429 No\r\nRetry-After: -1e999\r\n\r\n",
     "late date": b"HTTP/1.1 503 No\r\nRetry-After: Fri, 31 Dec 99999 23:59:59 GMT\r\n\r\n",
 }
@@ -312,8 +313,7 @@ def test_hostile_unix_socket_is_asked_without_tcp(tmp_path: Any) -> None:
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        ask: Callable[[str], Decision] = lambda face: verify(f"unix://{path}", face, 30)  # noqa: E731  two calls
-        assert ask("sync").allowed
-        assert ask("async").allowed
+        assert verify(f"unix://{path}", "sync", 30).allowed
+        assert verify(f"unix://{path}", "async", 30).allowed
         thread.join()
     assert all(TOKEN.encode() in text for text in seen)
