@@ -15,9 +15,9 @@ from keyvault_client.adapters import asgi, rest_framework
 from keyvault_client.adapters.django import KeyvaultMiddleware
 from keyvault_client.adapters.flask import current_identity, protect
 from keyvault_client.adapters.incoming import AdapterOptions, Incoming, client_address
+from rest_framework import views
 from rest_framework.response import Response
 from rest_framework.test import APIRequestFactory
-from rest_framework.views import APIView
 
 from .feed_service import TOKEN, key_string
 from .scripted_server import ScriptedServer, scripted_server
@@ -149,13 +149,13 @@ def test_rest_framework_authenticates_and_permits(
     settings.KEYVAULT_VERIFIER = verifier
     settings.KEYVAULT_OPTIONS = None
 
-    class View(APIView):
+    class View(views.APIView):
         authentication_classes = [rest_framework.KeyvaultAuthentication]
         permission_classes = [rest_framework.IsVerified]
         keyvault_endpoint = "orders.create"
 
         def get_exception_handler(self) -> Any:
-            return rest_framework.exception_handler if has_handler else super().get_exception_handler()
+            return rest_framework.exception_handler if has_handler else views.exception_handler
 
         def post(self, request: Any) -> Response:
             return Response({"merchant": request.auth.merchant_id, "user": str(request.user)})
@@ -190,7 +190,7 @@ async def test_websocket_of_a_refused_request_is_closed(anyio_backend: str) -> N
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "websocket", "path": "/ws", "headers": [], "query_string": b"", "client": None}
+    scope: Any = {"type": "websocket", "path": "/ws", "headers": [], "query_string": b"", "client": None}
     await asgi.KeyvaultMiddleware(app, Refusing())(scope, receive, send)
     assert sent == [{"type": "websocket.close", "code": 1008}]
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import anyio
 import pytest
@@ -152,7 +153,7 @@ def test_local_reads_rules_again_after_a_change(verifier: LocalVerifier, service
     """Guarantee: no yes by an earlier rule follows the receipt of its change."""
     warm(verifier, service)
     blocked = threading.Event()
-    service.before["/v1/snapshot"] = lambda: blocked.wait(60) and None
+    service.before["/v1/snapshot"] = partial(blocked.wait, 60)
     service.change(kind, "orders.create")
     assert service.receipt.wait(60)
     assert not is_local(verifier, service, question())
