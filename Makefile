@@ -50,7 +50,8 @@ test-wheel: ready-to-test ## build the wheel of the Python client, install it al
 # Linters and PostgreSQL do not depend on the Python version, and entry points run the code of the packages below them.
 # The tests that remain depend on Python itself: pure packages, sockets and TLS, processes and signals.
 NEXT_LEAVES_OUT = architecture upgrade entry_points demo admin api management rotation models services vault_faults \
-    hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/engine/test_engine.py hotpath/test_denied_again.py
+    hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/engine/test_engine.py hotpath/test_denied_again.py \
+    mutations simulator site project/test_start.py project/test_plans_of_large_tables.py
 test-next: ## repeat the tests that depend on Python itself on Python 3.13 and SQLite, if it is installed
 	@for python in python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3.13; do \
 	    if "$$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then \

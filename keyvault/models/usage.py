@@ -2,6 +2,7 @@
 
 from django.db import models
 
+from keyvault.domain.environments import Environment
 from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models.columns import at, choice, choices_check
 from keyvault.models.keys import Key
@@ -35,12 +36,16 @@ class UseSpan(models.IntegerChoices):
     DAY = 1_440
 
 
+HAS_TRAFFIC = models.Q(first_minute__isnull=False)
+"""Keys with uses other than acknowledgements and the like, see `keyvault.access.catalog.WITHOUT_TRAFFIC`."""
+
+
 class KeyUse(models.Model):
     """The total of a key's allowed verifications, without dry runs and test calls.
 
-    `acknowledgements`: the verifications that are no traffic. `minutes`: the number of distinct minutes with traffic.
-    `first_minute`, `last_minute`: the first and the last of these minutes, counted from the epoch. A late report may
-    make `minutes` too small, never too large.
+    `acknowledgements`: the verifications that are no traffic, see `keyvault.access.catalog.WITHOUT_TRAFFIC`.
+    `minutes`: the number of distinct minutes with traffic. `first_minute`, `last_minute`: the first and the last of
+    these minutes, counted from the epoch. A late report may make `minutes` too small, never too large.
     """
 
     key = models.OneToOneField(Key, models.PROTECT, primary_key=True, related_name="use")
@@ -138,6 +143,28 @@ class UseBucket(models.Model):
 
     def __str__(self) -> str:
         return f"{self.context_id} {self.minute:%H:%M}: {self.count}"
+
+
+class UsageTotal(models.Model):
+    """The uses of all keys of an environment in one slot, which begins at `at`, for the console's charts.
+
+    Derived from the buckets of a minute, so no evidence. `services.usage.totals` writes it.
+    """
+
+    at = models.DateTimeField()
+    environment = choice(Environment)
+    outcome = choice(UseOutcome)
+    count = models.PositiveBigIntegerField(default=0)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["at", "environment", "outcome"], name="usage_total_unique"),
+            choices_check("usage_total_environment", "environment", Environment),
+            choices_check("usage_total_outcome", "outcome", UseOutcome),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.environment} {self.at:%H:%M} {self.outcome}: {self.count}"
 
 
 class KeySource(models.Model):

@@ -27,6 +27,7 @@ from keyvault.models import (
     ConsoleSession,
     Credential,
     CustomerToken,
+    FeedReader,
     IdempotentRequest,
     Installation,
     IssuanceApproval,
@@ -44,11 +45,14 @@ from keyvault.models import (
     Order,
     PepperVersion,
     ProviderConnection,
+    RecipientKey,
+    RecipientKeyApproval,
     Refusal,
     RoleUse,
     ServiceProcess,
     ServiceToken,
     UsageReporter,
+    UsageTotal,
     UseBucket,
     UseContext,
     Verifier,
@@ -58,10 +62,11 @@ from keyvault.models import (
     WorkLease,
 )
 from keyvault.services import alarm_messages, idempotency
-from keyvault.services.change_feed import follower
+from keyvault.services.change_feed import follower, readers
 from keyvault.services.sessions import sessions
 from keyvault.services.tokens import customer_tokens
 from keyvault.services.usage import retention as usage
+from keyvault.services.usage import totals
 from keyvault.services.verification import refusals
 from keyvault.services.webhooks import deliveries
 from keyvault.services.work import leases
@@ -129,6 +134,7 @@ RULES = (
         "KEYVAULT_USAGE_DAYS",
         usage.forget_old,
     ),
+    RetentionRule(UsageTotal, _days(totals.KEPT_FOR), forget=totals.forget_old),
     RetentionRule(UseContext, "with its last bucket; addresses and user agents for `KEYVAULT_USAGE_HOUR_DAYS`"),
     RetentionRule(KeySource, "with the last minute in which the source was seen"),
     RetentionRule(
@@ -141,6 +147,7 @@ RULES = (
         "KEYVAULT_CHANGE_DAYS",
         follower.forget_old_changes,
     ),
+    RetentionRule(FeedReader, "1 hour after its last read", forget=readers.forget_old_readers),
     RetentionRule(Confirmation, _days(follower.CONFIRMATIONS_KEPT_FOR), forget=follower.forget_old),
     RetentionRule(Verifier, f"{_days(follower.GONE_KEPT_FOR)} after its last confirmation"),
     RetentionRule(Authenticator, "until its operator or a reset removes it"),
@@ -173,7 +180,16 @@ RULES = (
     ),
     *(
         RetentionRule(table, "permanently: history of a key")
-        for table in (Credential, Key, KeyUse, KeyAttempt, IssuanceRequest, IssuanceApproval)
+        for table in (
+            Credential,
+            Key,
+            KeyUse,
+            KeyAttempt,
+            IssuanceRequest,
+            IssuanceApproval,
+            RecipientKey,
+            RecipientKeyApproval,
+        )
     ),
     *(
         RetentionRule(table, "permanently: configuration")

@@ -166,6 +166,7 @@ def _is_undecided(row: Campaign) -> bool:
 class CampaignAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     menu, singular, plural = "Campaigns", "Campaign", "Campaigns"
+    id_pattern = r"cmp_[0-9A-Za-z]{20}"
     create_actions = (
         CreateAction(
             "request",

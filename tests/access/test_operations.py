@@ -252,7 +252,7 @@ def test_denial_for_another_merchant_s_object_does_not_name_it() -> None:
 # --- key holders and systems ------------------------------------------------------------------------------
 
 
-OWN = {P.ROTATIONS_ACKNOWLEDGE, P.KEYS_REVOKE_SELF, P.ORDERS_CREATE, P.CUSTOMER_TOKENS_WRITE}
+OWN = {P.ROTATIONS_ACKNOWLEDGE, P.KEYS_REVOKE_SELF, P.ORDERS_CREATE, P.CUSTOMER_TOKENS_WRITE, P.RECIPIENTS_WRITE}
 
 
 @pytest.mark.parametrize("permission", P)

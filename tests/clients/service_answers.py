@@ -1,6 +1,7 @@
 """The service's answer to a verifier's question, computed by its pure packages from a few stored credentials."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -70,7 +71,7 @@ class StoredSources:
 
     is_exhausted: bool = False
     key_prefix: str = "kv"
-    base_urls: dict[Environment, str] = field(default_factory=lambda: BASE_URLS)
+    base_urls: Mapping[Environment, str] = field(default_factory=lambda: BASE_URLS)
 
     def peppers(self, environment: Environment) -> Peppers:
         return PEPPERS[environment]

@@ -4,6 +4,7 @@
 Django's history, bulk actions and edit forms have no route.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.shown_environment import environment_of, shown_scope
 from keyvault.admin.framework.sign_in import second_factor_url, set_locked
 from keyvault.admin.framework.step_up import factor_context, is_step_up_due, pass_step_up
-from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Line, Link, badge
+from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Line, Link
 from keyvault.domain.errors import (
     KeyvaultError,
     NotFoundError,
@@ -166,6 +167,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     environment_lookup: str | None = None
     """Column with a copy of the account's environment, with which an index of the list begins. None: there is none."""
 
+    id_pattern = ""
+    """Form of the ids by which the console's search finds a row; empty: it finds none by id."""
+
     has_environments = True
     """Whether the switch of the environment limits the list. A model of the installation has none."""
 
@@ -231,6 +235,18 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
         """Return what the template of the list shows beside the rows."""
         return {"title": self.plural, "plural": self.plural, "create_links": self._offered_links(request)}
+
+    def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:
+        """Return the rows that the console's search finds, each selection by an index: by default the row of an id."""
+        if self.id_pattern and re.fullmatch(self.id_pattern, word):
+            yield self.get_queryset(request).order_by().filter(pk=word)
+
+    def find_hits(self, request: HttpRequest, ids: list[str]) -> list[Any]:
+        return list(self.get_queryset(request).filter(pk__in=ids))
+
+    def hit_of(self, row: Any) -> Line:
+        """Return a row as the search shows it."""
+        return Line(self.url_of(row), self.name_of(row), "")
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         """Return what this model admin adds to the page of another model's row."""
@@ -310,7 +326,6 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "title": detail.title,
             "singular": self.singular,
             "detail": detail,
-            "state_badge": badge(detail.state) if detail.state else "",
             "stepper": Stepper(detail.steps) if detail.steps else None,
             "page_environment": self._environment_of(row),
             "sections": [*detail.sections, *(section for extra in extras for section in extra.sections)],

@@ -70,6 +70,7 @@ def _explain(change: OperatorChange) -> str:
 class OperatorChangeAdmin(ConsoleModelAdmin):
     view_permissions = (P.OPERATORS_READ,)
     menu, singular, plural = "Operators", "Operator change", "Operator changes"
+    id_pattern = r"opc_[0-9A-Za-z]{20}"
     has_environments = False
     row_actions = (
         approve_action(

@@ -38,6 +38,7 @@ from keyvault.models import (
 from keyvault.models.recording import collect_subjects
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.lifecycle import last_sequence
+from keyvault.services.keys.recipient_keys import set_recipient_key
 from keyvault.services.limits.overrides import set_endpoint_limit
 from keyvault.services.operator_changes import request_factor_reset
 from keyvault.services.secrets.provider_connections import set_connection
@@ -63,11 +64,16 @@ from tests.factories import (
     now,
     request_key,
 )
+from tests.rotation.scene import holder_of
 
 ANY_ROLE = frozenset(P)
+RECIPIENT = "3p7bfXt9wbTTW2HC7OQ1Nz-DQ8hbeGdNrfx-FG-IK08"
+"""An X25519 public key."""
 
 MATRIX: dict[str, frozenset[P]] = {
     "index": ANY_ROLE,
+    "search": ANY_ROLE,
+    "environment": ANY_ROLE,
     "everything else": ANY_ROLE,
     "second_factors": ANY_ROLE,
     "add_totp": ANY_ROLE,
@@ -131,6 +137,10 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_key_leak": frozenset({P.KEYS_REPORT_COMPROMISE}),
     "keyvault_credential_compromised": frozenset({P.KEYS_REPORT_COMPROMISE}),
     "keyvault_credential_reissue": frozenset({P.ROTATIONS_WRITE}),
+    "keyvault_recipientkey_changelist": frozenset({P.KEYS_READ}),
+    "keyvault_recipientkey_change": frozenset({P.KEYS_READ}),
+    "keyvault_recipientkey_approve": frozenset({P.RECIPIENTS_APPROVE}),
+    "keyvault_recipientkey_withdraw": frozenset({P.RECIPIENTS_WITHDRAW}),
     "keyvault_issuancerequest_changelist": frozenset({P.ISSUANCE_READ}),
     "keyvault_issuancerequest_change": frozenset({P.ISSUANCE_READ}),
     "keyvault_issuancerequest_request": frozenset({P.ISSUANCE_REQUEST}),
@@ -286,6 +296,9 @@ def every_row(desk: Desk) -> dict[str, Model]:
         "keyvault_account": desk.sandbox,
         "keyvault_credential": key.credential,
         "keyvault_key": key,
+        "keyvault_recipientkey": set_recipient_key(
+            grant(holder_of(rotated), P.RECIPIENTS_WRITE, desk.production), rotated, RECIPIENT
+        ),
         "keyvault_issuancerequest": request_key(desk.production, by=desk.tam),
         "keyvault_servicetoken": token,
         "keyvault_auditentry": AuditEntry.objects.latest("id"),
