@@ -53,6 +53,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "the change feed cannot be read": "change_feed.unreadable",
         "the change feed is read again": "change_feed.readable",
         "the central service does not answer yet; requests get verifier_stale": "region.central_unavailable",
+        "not ready: peppers cannot be read yet": "region.peppers_unavailable",
         "recorded data could not be sent at exit": "region.not_sent",
         "could not notify this host's processes of a change; they read it from the change feed": "generation.failed",
         "could not wake other hosts; they find the change at their next poll": "change_feed.not_notified",

@@ -59,7 +59,7 @@ def page(sequence: int, *changes: tuple[str, str], waited: float = 0.0) -> dict[
 
 def following(central: Central) -> tuple[RemoteFollower, Memory]:
     memory = Memory()
-    follower = RemoteFollower(central, "r", memory.apply, memory.confirm, memory.set_bound)  # type: ignore[arg-type]
+    follower = RemoteFollower(central, "r", memory.apply, memory.confirm, memory.set_bound)  # type: ignore[arg-type]  # a stand-in
     return follower, memory
 
 
@@ -81,7 +81,7 @@ def test_failed_apply_confirms_nothing() -> None:
     central = Central(page(7), {}, page(9, ("key", "k1")))
     follower, memory = following(central)
     follower.read_once()
-    follower.apply = lambda subjects: (_ for _ in ()).throw(RuntimeError("broken"))  # type: ignore[assignment]
+    follower.apply = lambda subjects: (_ for _ in ()).throw(RuntimeError("broken"))  # type: ignore[assignment]  # raises
     with pytest.raises(RuntimeError):
         follower.read_once()
     assert len(central.calls) == 3
