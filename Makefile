@@ -6,11 +6,11 @@ PORT ?= 8000
 ARGS ?=
 SELECTION :=
 BIN = $(VENV)/bin
-CODE = keyvault rotation tests manage.py deploy/compose/make_secrets.py
+CODE = keyvault rotation tests clients/python manage.py deploy/compose/make_secrets.py
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run check check-types check-pure test test-long test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
+.PHONY: help demo run check check-types check-pure test test-long test-clients test-wheel test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -25,7 +25,7 @@ run: ready-to-run ## run the service in the foreground with demo data (PORT=8000
 check: ready-to-test ## run ruff, the import contracts, mypy and the tests of the pure packages
 	$(BIN)/ruff check --quiet $(CODE)
 	$(BIN)/ruff format --check --quiet $(CODE)
-	$(BIN)/lint-imports --no-logo
+	PYTHONPATH=clients/python $(BIN)/lint-imports --no-logo
 	@$(MAKE) --no-print-directory --jobs=2 check-types check-pure
 
 # mypy uses one core, so that the tests run beside it.
@@ -41,10 +41,17 @@ test: ready-to-test ## run the test suite on SQLite and on PostgreSQL (ARGS='-k 
 test-long: ready-to-test ## run the slow tests: killed processes, whole services, a real OpenBao
 	@exec $(BIN)/python -m tests -m long $(ARGS)
 
+test-clients: ## test the Go and TypeScript clients, where Go 1.24 and Node 20 are installed
+	@exec clients/test
+
+test-wheel: ready-to-test ## build the wheel of the Python client, install it alone into an empty environment, and test it there
+	@exec $(BIN)/python -m tests.clients.python.wheel
+
 # Linters and PostgreSQL do not depend on the Python version, and entry points run the code of the packages below them.
 # The tests that remain depend on Python itself: pure packages, sockets and TLS, processes and signals.
 NEXT_LEAVES_OUT = architecture upgrade entry_points demo admin api management rotation models services vault_faults \
-    hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/engine/test_engine.py hotpath/test_denied_again.py
+    hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/engine/test_engine.py hotpath/test_denied_again.py \
+    mutations simulator site project/test_start.py project/test_plans_of_large_tables.py
 test-next: ## repeat the tests that depend on Python itself on Python 3.13 and SQLite, if it is installed
 	@for python in python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3.13; do \
 	    if "$$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
@@ -98,9 +105,11 @@ lock: ready-to-test ## write each requirements.txt from its .in file (ARGS=--upg
 	$(COMPILE) $(ARGS) tests/requirements.in --output-file tests/requirements.txt
 	$(COMPILE) $(ARGS) tests/bench/requirements.in --output-file tests/bench/requirements.txt
 	$(COMPILE) $(ARGS) tests/tools/requirements.in --output-file tests/tools/requirements.txt
+	$(COMPILE) $(ARGS) clients/python/requirements.in --output-file clients/python/requirements.txt
 	$(COMPILE) $(ARGS) docs/requirements.in --output-file docs/requirements.txt
 
 clean: ## remove .venv/ and caches, but no data
+	rm -rf clients/typescript/node_modules clients/typescript/dist
 	rm -rf .venv .site sbom.json .stamp-lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find keyvault rotation tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -178,17 +178,16 @@ def django_db_modify_db_settings() -> None:
         options["init_command"] = options["init_command"].replace("synchronous=FULL", "synchronous=OFF")
     test = database["TEST"]
     test["NAME"] = PLACE.database_name
-    if not PLACE.is_controller:
-        if PLACE.database == "postgres":
-            test["TEMPLATE"] = template_database.name_of_postgres_template(PLACE)
-        else:
-            template_database.copy_sqlite_template(PLACE)
+    if PLACE.database == "sqlite":
+        template_database.copy_sqlite_template(Path(PLACE.database_name))
+    elif not PLACE.is_controller:
+        test["TEMPLATE"] = template_database.name_of_postgres_template(PLACE)
 
 
 @pytest.fixture(scope="session")
 def django_db_keepdb() -> bool:
-    """Whether the database exists already: a worker on SQLite copies the run's migrated file."""
-    return not PLACE.is_controller and PLACE.database == "sqlite"
+    """Whether the database exists already: on SQLite it is a copy of a migrated file."""
+    return PLACE.database == "sqlite"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -38,16 +38,28 @@ from keyvault.admin.account.single_sign_on import begin, finish
 from keyvault.admin.catalog.catalog import CatalogEndpointAdmin
 from keyvault.admin.catalog.limits import LimitOverrideAdmin
 from keyvault.admin.framework.actions import CreateAction, RowAction
+from keyvault.admin.framework.attention import (
+    MAX_ROWS,
+    URGENT_TONES,
+    FoundAttention,
+    attention_context,
+    count_by_entry,
+    menu_counts,
+)
 from keyvault.admin.framework.enforcement import grant_for, operator_of
 from keyvault.admin.framework.menu import ENTRIES, ConsolePage, Section, build_menu, page_route
 from keyvault.admin.framework.middleware import ViewT, open_before_sign_in
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.pages import page, problem_page
+from keyvault.admin.framework.overview import FindPart
+from keyvault.admin.framework.pages import live_page, page, problem_page
+from keyvault.admin.framework.plain_pages import CONTENT_SECURITY_POLICY
+from keyvault.admin.framework.row_search import find_ids
 from keyvault.admin.framework.shown_environment import choose_environment, environment_of
 from keyvault.admin.framework.sign_in import SignInView, find_next, second_factor_url
 from keyvault.admin.keys.credentials import CredentialAdmin
 from keyvault.admin.keys.issuance import IssuanceRequestAdmin
 from keyvault.admin.keys.keys import KeyAdmin
+from keyvault.admin.keys.overview import REFRESH_SECONDS, overview_context
 from keyvault.admin.keys.peppers import PepperVersionAdmin
 from keyvault.admin.keys.recipient_keys import RecipientKeyAdmin
 from keyvault.admin.keys.service_tokens import ServiceTokenAdmin
@@ -111,21 +123,11 @@ MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
 )
 """Model admins of keyvault; rotation registers its own."""
 
-CONTENT_SECURITY_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "font-src 'self'",
-        "connect-src 'self'",
-        "form-action 'self'",
-        "frame-ancestors 'none'",
-        "base-uri 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types keyvault-fragments",
-    )
-)
+MAX_WORD = 200
+"""Maximum length of the search's text."""
+
+MAX_HITS = 10
+"""Maximum rows that the search finds of each kind and field."""
 
 _EXCLUDED_PACKAGES = ("django.contrib.auth.", "allauth.")
 
@@ -146,6 +148,7 @@ class ConsoleSite(AdminSite):
     def __init__(self, name: str = "admin") -> None:
         super().__init__(name)
         self._pages: list[ConsolePage] = []
+        self._overview_parts: list[FindPart] = []
         for model, model_admin in MODEL_ADMINS:
             self.register(model, model_admin)
 
@@ -190,6 +193,10 @@ class ConsoleSite(AdminSite):
         if console_page.menu and console_page.menu not in ENTRIES:
             raise ImproperlyConfigured(f"{console_page.name}: the menu has no entry {console_page.menu!r}")
         self._pages.append(console_page)
+
+    def add_overview_part(self, find: FindPart) -> None:
+        """Add another app's numbers and card to the overview."""
+        self._overview_parts.append(find)
 
     # --- access -------------------------------------------------------------------------------------------
 
@@ -252,6 +259,8 @@ class ConsoleSite(AdminSite):
                     detail = "The URL contains a whole key, and URLs are logged. Rotate the key, and search by key id."
                     response = problem_page(self, request, ErrorCode.CREDENTIAL_IN_URL, detail)
                 else:
+                    if request.method == "POST" and self.has_permission(request):
+                        menu_counts.forget(request)
                     response = view(request, *args, **kwargs)
             except KeyvaultError as error:
                 meters.note_denial(Plane.CONSOLE, error.code)
@@ -307,21 +316,51 @@ class ConsoleSite(AdminSite):
     # --- the front page and the frame ---------------------------------------------------------------------
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
-        model_admins = [model_admin for model_admin in self._model_admins() if model_admin.has_view_permission(request)]
-        items = [item for model_admin in model_admins for item in model_admin.attention_items(request)]
-        items.sort(key=lambda item: item.tone != "alarm")
-        context = {
+        found = self._attention(request, is_complete=True)
+        menu_counts.store(request, count_by_entry(found))
+        context: dict[str, Any] = {
             "title": self.index_title,
-            "attention_items": [item for item in items if item.count],
-            "empty_items": [item for item in items if not item.count],
             "create_links": [
                 link for model_admin in self._model_admins() for link in model_admin.create_links(request)
             ],
+            **attention_context(request, found),
+            **overview_context(request),
         }
-        return page(self, request, "index", context)
+        parts = [part for find in self._overview_parts if (part := find(request)) is not None]
+        for part in parts:
+            context |= part.context or {}
+        context["cards"] = [part.card for part in parts if part.card]
+        context["tiles"] = [*context.get("tiles", ()), *(tile for part in parts for tile in part.tiles)]
+        return live_page(self, request, "index", context, seconds=REFRESH_SECONDS)
+
+    def _attention(self, request: HttpRequest, *, is_complete: bool) -> FoundAttention:
+        """Return what needs attention; without `is_complete` only what the operator can do."""
+        viewable = (each for each in self._model_admins() if each.has_view_permission(request))
+        items = [item for model_admin in viewable for item in model_admin.attention_items(request)]
+        chosen = [item for item in items if is_complete or item.tone in URGENT_TONES]
+        return list(zip(chosen, find_ids([item.limited_rows(request) for item in chosen], MAX_ROWS + 1), strict=True))
 
     def search_page(self, request: HttpRequest) -> HttpResponse:
-        return page(self, request, "search", {"title": "Search", "search_words": request.GET.get("q", "")[:200]})
+        """Show the rows that a word names: an id, the end of a key id, or the beginning of a name or a label.
+
+        One hit is opened directly. Only rows that the operator may view are found.
+        """
+        word = request.GET.get("q", "").strip()[:MAX_WORD]
+        viewable = [each for each in self._model_admins() if word and each.has_view_permission(request)]
+        selections = [(each, rows) for each in viewable for rows in each.find_by_word(request, word)]
+        found: dict[ConsoleModelAdmin, set[str]] = {}
+        for (model_admin, _), ids in zip(selections, find_ids([rows for _, rows in selections], MAX_HITS), strict=True):
+            found.setdefault(model_admin, set()).update(ids)
+        groups = [
+            (model_admin.plural, [model_admin.hit_of(row) for row in model_admin.find_hits(request, sorted(ids))])
+            for model_admin, ids in found.items()
+            if ids
+        ]
+        hits = [hit for _, listed in groups for hit in listed]
+        if len(hits) == 1:
+            return HttpResponseRedirect(hits[0].url)
+        context = {"title": "Search", "search_words": word, "groups": groups, "has_hits": bool(hits)}
+        return page(self, request, "search", context)
 
     def choose_environment(self, request: HttpRequest) -> HttpResponse:
         """Keep the environment that lists show, and return to the page."""
@@ -341,15 +380,19 @@ class ConsoleSite(AdminSite):
             "environments": sorted(operator.scope.environments, reverse=True),
             "roles": sorted(role.value.replace("_", " ") for role in operator.roles),
             "scope": operator.scope,
-            # A page does not repeat a key that was pasted into its address.
-            "here": "" if find_exposed(request.get_full_path()) else request.get_full_path(),
+            # Without the query: a page does not repeat what was pasted into its address.
+            "here": "" if find_exposed(request.path) else request.path,
         }
 
     def _menu(self, request: HttpRequest) -> list[Section]:
         """Return the menu of what the operator may view. Pages are the first tabs of their entry."""
         tabs = [(each.menu, each.tab_for(request)) for each in self._pages]
         tabs += [(model_admin.menu, model_admin.menu_tab(request)) for model_admin in self._model_admins()]
-        return build_menu([(entry, tab) for entry, tab in tabs if tab is not None])
+        counts = menu_counts.find(request)
+        if counts is None:
+            counts = count_by_entry(self._attention(request, is_complete=False))
+            menu_counts.store(request, counts)
+        return build_menu([(entry, tab) for entry, tab in tabs if tab is not None], counts)
 
     def get_log_entries(self, request: HttpRequest) -> QuerySet[LogEntry]:
         """Return nothing: the audit chains replace Django's change log."""

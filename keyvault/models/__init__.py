@@ -30,7 +30,7 @@ from keyvault.models.recipients import RecipientKey, RecipientKeyApproval
 from keyvault.models.refusals import Refusal
 from keyvault.models.sessions import ConsoleSession
 from keyvault.models.tokens import ServiceToken
-from keyvault.models.usage import KeyAttempt, KeySource, KeyUse, UsageReporter, UseBucket, UseContext
+from keyvault.models.usage import KeyAttempt, KeySource, KeyUse, UsageReporter, UsageTotal, UseBucket, UseContext
 from keyvault.models.verifiers import Confirmation, FeedReader, Verifier
 
 __all__ = [
@@ -77,6 +77,7 @@ __all__ = [
     "ServiceProcess",
     "ServiceToken",
     "UsageReporter",
+    "UsageTotal",
     "UseBucket",
     "UseContext",
     "Verifier",

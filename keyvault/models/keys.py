@@ -2,11 +2,11 @@
 
 from django.db import models
 from django.db.models import F, Q
-from django.db.models.functions import Length
+from django.db.models.functions import Length, Substr
 
 from keyvault.domain.digests import DIGEST_BYTES
 from keyvault.domain.environments import Environment
-from keyvault.domain.ids import Subject
+from keyvault.domain.ids import KEY_ID_DIGITS, Subject
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, RetirementReason
 from keyvault.domain.revocation import RevocationReason
@@ -22,6 +22,9 @@ from keyvault.models.columns import (
 )
 from keyvault.models.merchants import Account
 from keyvault.models.recording import RecordedModel
+
+KEY_TAIL = 6
+"""Number of a key id's last characters by which people find a key."""
 
 models.BinaryField.register_lookup(Length)
 
@@ -166,6 +169,7 @@ class Key(DigestColumns):
             models.Index(
                 fields=["account_environment", "activated_at"], name="key_active_since", condition=Q(state="active")
             ),
+            models.Index(Substr("key_id", KEY_ID_DIGITS - KEY_TAIL + 1), name="key_tail"),
             models.Index(fields=["credential"], name="key_staged", condition=Q(state="pre_activation")),
         ]
 

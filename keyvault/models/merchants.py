@@ -5,7 +5,7 @@ from django.db.models import Q
 
 from keyvault.domain.environments import ConnectionMode, Environment
 from keyvault.domain.ids import Subject
-from keyvault.models.columns import LimitColumns, at, choice, choices_check, created_at, limit_check
+from keyvault.models.columns import LimitColumns, at, choice, choices_check, created_at, limit_check, prefix_index
 from keyvault.models.recording import RecordedModel
 
 
@@ -28,7 +28,8 @@ class Merchant(RecordedModel):
         indexes = [
             models.Index(
                 fields=["merchant_id"], name="merchant_offboarded", condition=Q(status=MerchantStatus.OFFBOARDED)
-            )
+            ),
+            prefix_index("merchant_name", "name"),
         ]
 
     def __str__(self) -> str:

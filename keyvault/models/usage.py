@@ -2,6 +2,7 @@
 
 from django.db import models
 
+from keyvault.domain.environments import Environment
 from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models.columns import at, choice, choices_check
 from keyvault.models.keys import Key
@@ -142,6 +143,28 @@ class UseBucket(models.Model):
 
     def __str__(self) -> str:
         return f"{self.context_id} {self.minute:%H:%M}: {self.count}"
+
+
+class UsageTotal(models.Model):
+    """The uses of all keys of an environment in one slot, which begins at `at`, for the console's charts.
+
+    Derived from the buckets of a minute, so no evidence. `services.usage.totals` writes it.
+    """
+
+    at = models.DateTimeField()
+    environment = choice(Environment)
+    outcome = choice(UseOutcome)
+    count = models.PositiveBigIntegerField(default=0)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["at", "environment", "outcome"], name="usage_total_unique"),
+            choices_check("usage_total_environment", "environment", Environment),
+            choices_check("usage_total_outcome", "outcome", UseOutcome),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.environment} {self.at:%H:%M} {self.outcome}: {self.count}"
 
 
 class KeySource(models.Model):

@@ -362,6 +362,13 @@ SETTINGS: tuple[Setting, ...] = (
         _origin,
     ),
     Setting(
+        "KEYVAULT_CONSOLE_ORIGIN",
+        "",
+        "Scheme and host of the operators' console, for links in alarms and invitations. Unset: `KEYVAULT_ORIGIN`. "
+        "Set it for all processes if the console has a host name of its own.",
+        _origin,
+    ),
+    Setting(
         "KEYVAULT_SANDBOX_BASE_URL",
         "",
         "Base URL of the sandbox. Unset: `<origin>/sandbox`. A host other than the origin's serves nothing else.",

@@ -39,7 +39,7 @@ except OSError as _error:
     raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be created: {_error.strerror}") from None
 KEY_PREFIX: str = _values["KEYVAULT_KEY_PREFIX"]
 ORIGIN: str = _values["KEYVAULT_ORIGIN"]
-CONSOLE_ORIGIN = to_domain(ORIGIN)
+CONSOLE_ORIGIN = to_domain(_values["KEYVAULT_CONSOLE_ORIGIN"] or ORIGIN)
 BASE_URLS = find_base_urls(_values)
 APPROVALS_NEEDED = {
     "sandbox": _values["KEYVAULT_SANDBOX_APPROVALS"],
@@ -370,6 +370,7 @@ _shared_jobs = {
     "issue-approved": ("keyvault.tasks.issue_approved", 2.0, "issuance"),
     "run-maintenance": ("keyvault.tasks.run_maintenance", 5.0, "maintenance"),
     "forget-pending-copies": ("rotation.tasks.forget_pending", 30.0, "maintenance"),
+    "total-usage": ("keyvault.tasks.total_usage", 60.0, "maintenance"),
     "watch-backend": ("keyvault.tasks.watch_backend", 15.0, "maintenance"),
     "sign-checkpoints": ("keyvault.tasks.sign_checkpoints", 60.0, "maintenance"),
     # The task checks whether the nightly run is due.

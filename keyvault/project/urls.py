@@ -9,6 +9,7 @@ from keyvault.api.servers import SERVERS
 from keyvault.domain.environments import Environment
 from keyvault.hotpath.messages.pending_requests import BATCH, ENVOY, GATEWAYS, VERIFY
 from keyvault.project.engine_view import verifying_view
+from keyvault.project.views import root
 from rotation.api.rotations import SERVERS as ROTATION_SERVERS
 
 _SERVERS = {**SERVERS, **ROTATION_SERVERS}
@@ -25,6 +26,7 @@ urlpatterns = [
         for environment in settings.ENVIRONMENTS
     ),
     path("admin/", admin.site.urls),
+    path("", root),
 ]
 
 handler400 = "keyvault.project.views.bad_request"

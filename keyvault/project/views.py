@@ -4,15 +4,23 @@ import sys
 
 from django.core.exceptions import DisallowedHost
 from django.db import InterfaceError, OperationalError
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import reverse
 from django.utils.html import format_html
-from django.views import defaults
 
 from keyvault.access.verification import find_exposed
 from keyvault.admin.framework.middleware import is_console
+from keyvault.admin.framework.plain_pages import error_page, late_form_page
 from keyvault.api.middleware import INTEGRATION_ROUTES, problem_response, raw_url, request_id_of
 from keyvault.domain.errors import ErrorCode, Fault
 from keyvault.services.work.disk_space import is_out_of_space
+
+
+def root(request: HttpRequest) -> HttpResponse:
+    """Lead a browser to the console. For other clients no resource is at the root."""
+    if request.method in {"GET", "HEAD"} and "text/html" in request.headers.get("Accept", ""):
+        return HttpResponseRedirect(reverse("admin:index"))
+    return problem_response(ErrorCode.NOT_FOUND, "No resource exists at this URL.", request)
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
@@ -24,17 +32,18 @@ def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
 
 def forbidden(request: HttpRequest, exception: Exception) -> HttpResponse:
     if is_console(request):
-        return defaults.permission_denied(request, exception)
+        detail = "You are not allowed to do this."
+        return error_page(request, "Not allowed", detail, 403, request_id_of(request))
     return problem_response(ErrorCode.PERMISSION_MISSING, "This is not permitted.", request)
 
 
 def csrf_failure(request: HttpRequest, reason: str = "") -> HttpResponse:
-    return HttpResponse("The form has expired. Go back, reload the page, and submit it again.", status=403)
+    return late_form_page(request, 403)
 
 
 def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
     if is_console(request):
-        return defaults.page_not_found(request, exception)
+        return error_page(request, "Page not found", "No page has this address.", 404, request_id_of(request))
     exposed = find_exposed(raw_url(request))
     if exposed is not None:
         return problem_response(exposed.code, exposed.detail, request)
@@ -50,7 +59,11 @@ def server_error(request: HttpRequest) -> HttpResponse:
     if is_full or isinstance(error, OperationalError | InterfaceError):
         why = "A disk of the service is full." if is_full else "The database is unavailable."
         return _unavailable(request, why)
-    return problem_response(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.", request)
+    detail = "Something went wrong on our side."
+    if is_console(request):
+        detail += " Check whether your last change took effect before you repeat it."
+        return error_page(request, "Something went wrong", detail, 500, request_id_of(request))
+    return problem_response(ErrorCode.INTERNAL_ERROR, detail, request)
 
 
 def _unavailable(request: HttpRequest, why: str) -> HttpResponse:

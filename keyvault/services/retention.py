@@ -52,6 +52,7 @@ from keyvault.models import (
     ServiceProcess,
     ServiceToken,
     UsageReporter,
+    UsageTotal,
     UseBucket,
     UseContext,
     Verifier,
@@ -65,6 +66,7 @@ from keyvault.services.change_feed import follower, readers
 from keyvault.services.sessions import sessions
 from keyvault.services.tokens import customer_tokens
 from keyvault.services.usage import retention as usage
+from keyvault.services.usage import totals
 from keyvault.services.verification import refusals
 from keyvault.services.webhooks import deliveries
 from keyvault.services.work import leases
@@ -132,6 +134,7 @@ RULES = (
         "KEYVAULT_USAGE_DAYS",
         usage.forget_old,
     ),
+    RetentionRule(UsageTotal, _days(totals.KEPT_FOR), forget=totals.forget_old),
     RetentionRule(UseContext, "with its last bucket; addresses and user agents for `KEYVAULT_USAGE_HOUR_DAYS`"),
     RetentionRule(KeySource, "with the last minute in which the source was seen"),
     RetentionRule(

@@ -6,11 +6,30 @@ from django.contrib import admin
 
 from keyvault.admin.framework.subject_pages import register_pages
 from keyvault.admin.site import ConsoleSite
-from rotation.admin import blackouts, campaigns, emergency, retirements, rotations, schedules, standing_approvals
+from rotation.admin import (
+    blackouts,
+    campaigns,
+    emergency,
+    overview,
+    retirements,
+    rotations,
+    schedules,
+    standing_approvals,
+)
 
-__all__ = ["blackouts", "campaigns", "emergency", "retirements", "rotations", "schedules", "standing_approvals"]
+__all__ = [
+    "blackouts",
+    "campaigns",
+    "emergency",
+    "overview",
+    "retirements",
+    "rotations",
+    "schedules",
+    "standing_approvals",
+]
 
 emergency.extend_console(cast(ConsoleSite, admin.site))
+cast(ConsoleSite, admin.site).add_overview_part(overview.find_part)
 register_pages(
     by_prefix={"rot_": "rotation_rotation", "cmp_": "rotation_campaign", "sta_": "rotation_standingapproval"},
     by_kind={"schedule": ("schedule", "rotation_rotationschedule")},

@@ -30,6 +30,7 @@ from keyvault.admin.framework.actions import (
     resume_action,
     run_service,
 )
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import (
@@ -46,7 +47,6 @@ from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.scoping import names_in_scope
 from keyvault.admin.framework.widgets import (
     NOTHING,
-    AttentionItem,
     Detail,
     FactTable,
     Line,
@@ -166,6 +166,7 @@ def _is_undecided(row: Campaign) -> bool:
 class CampaignAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     menu, singular, plural = "Campaigns", "Campaign", "Campaigns"
+    id_pattern = r"cmp_[0-9A-Za-z]{20}"
     create_actions = (
         CreateAction(
             "request",
@@ -298,15 +299,17 @@ class CampaignAdmin(ConsoleModelAdmin):
             refresh_seconds=_REFRESH_SECONDS if row.state == C.RUNNING else None,
         )
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
         asked = rows.filter(state=C.AWAITING_APPROVAL, approval_expires_at__gt=datetime.now(UTC))
         where = f"?state__exact={C.AWAITING_APPROVAL}"
         if may(request, P.ROTATIONS_APPROVE):
-            others = self.list_decidable(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
-            yield self.attention_item("Campaigns to approve", others, where, "action")
-        yield self.attention_item("Halted campaigns", rows.filter(state=C.HALTED), f"?state__exact={C.HALTED}", "alarm")
-        yield self.attention_item("Campaigns in progress", rows.filter(state=C.RUNNING), f"?state__exact={C.RUNNING}")
+            others = asked.exclude(approvals__person=me)
+            yield self.attention(
+                "Campaigns to approve", others, where, "action", decide=P.ROTATIONS_APPROVE, one="Approve a campaign"
+            )
+        yield self.attention("Halted campaigns", rows.filter(state=C.HALTED), f"?state__exact={C.HALTED}", "alarm")
+        yield self.attention("Campaigns in progress", rows.filter(state=C.RUNNING), f"?state__exact={C.RUNNING}")
 
     def line_of(self, row: Campaign) -> Line:
         detail = row.why or f"requested by {requester_name(row)}"

@@ -284,6 +284,15 @@ def show_plan_field(field: PlanField, value: Any, unmet: Container[Condition]) -
     return shown if reason is None else format_html("{} · {}", shown, reason.value)
 
 
+def is_deviation(field: PlanField, value: Any, environment: Environment) -> bool:
+    """Whether the plan has another value than the default, where the default is one value of the environment."""
+    if field.type in NUMBERS and environment in field.defaults and not field.production_rule:
+        return bool(value != field.defaults[environment])
+    if field.type is FieldType.TEXT or not has_fixed_default(field):
+        return False
+    return bool(value != getattr(PlanOverrides(), field.name))
+
+
 def format_window(window: Window) -> str:
     days = ", ".join(WEEKDAYS[day] for day in sorted(window.weekdays)) or "every day"
     hours = f"{clock_text(window.opens)} to {clock_text(window.closes)}"

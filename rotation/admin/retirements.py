@@ -13,13 +13,13 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import RowAction, Tone, VersionedForm, run_service
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may
 from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, is_requester, requester_column, requester_name
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
-    AttentionItem,
     Detail,
     FactTable,
     Line,
@@ -144,16 +144,18 @@ class RetirementAdmin(ConsoleModelAdmin):
             sections=[self.summary(row), approval, *use_tables(row.rotation.predecessor)],
         )
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         if not may(request, P.ROTATIONS_APPROVE):
             return
         asked = self.get_queryset(request).filter(approved_at__isnull=True, retire_at__gt=datetime.now(UTC))
-        mine = [
-            row
-            for row in self.list_decidable(request, P.ROTATIONS_APPROVE, asked.order_by("retire_at"))
-            if _is_awaiting_approval(row)
-        ]
-        yield self.attention_item("Retirement dates to approve", mine, "", "action")
+        yield self.attention(
+            "Retirement dates to approve",
+            asked.order_by("retire_at"),
+            "",
+            "action",
+            decide=P.ROTATIONS_APPROVE,
+            select=lambda rows: list(filter(_is_awaiting_approval, rows)),
+        )
 
     def line_of(self, row: Retirement) -> Line:
         return Line(

@@ -1,7 +1,7 @@
 """Sections of the page of a rotation: plan, status, runbook, users and evidence."""
 
 import json
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -14,6 +14,7 @@ from keyvault.admin.framework.four_eyes import requester_name
 from keyvault.admin.framework.widgets import (
     NOTHING,
     FactTable,
+    Link,
     Step,
     Table,
     badge,
@@ -24,11 +25,12 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.admin.keys.keys import key_link
 from keyvault.admin.keys.usage import use_tables
+from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Key, WorkLease
 from keyvault.services.webhooks.deliveries import find_delivery_report
-from rotation.admin.plan_fields import show_plan_field
+from rotation.admin.plan_fields import is_deviation, show_plan_field
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, Condition, DeliveryChannel, Proof
 from rotation.domain.policy import PLAN_UNREADABLE, Plan
@@ -74,6 +76,28 @@ def plan_facts(row: Rotation) -> FactTable:
         ("Requested by", requester_name(row)),
     ]
     return FactTable("Plan", rows)
+
+
+_IN_SHORT = ("proof", "quiet_seconds", "quarantine_seconds", "deadline", "at_deadline", "reinstatement", "window")
+"""Fields of a plan that the card shows if they have their defaults. Others appear if they deviate."""
+
+
+def plan_card(row: Rotation) -> FactTable:
+    """Return the plan in short: what deviates from the defaults first, each marked."""
+    plan, environment = row.readable_plan, Environment(row.account_environment)
+    if plan is None:
+        return plan_facts(row)
+    unmet = set(_unmet(row, plan))
+    deviating, usual = [], []
+    for name, field in FIELDS.items():
+        value = getattr(plan, name)
+        shown = show_plan_field(field, value, unmet)
+        if is_deviation(field, value, environment):
+            deviating.append((field.label, format_html("{} {}", shown, badge("not the default", "wait"))))
+        elif name in _IN_SHORT:
+            usual.append((field.label, shown))
+    digest = format_html("digest {}", mono(f"{plan.digest()[:8]}…{plan.digest()[-4:]}"))
+    return FactTable("Plan", [*deviating, *usual, ("Requested by", requester_name(row))], aside=digest)
 
 
 def _unmet(row: Rotation, plan: Plan) -> Iterator[Condition]:
@@ -282,20 +306,15 @@ def _time_of(row: Rotation, state: RotationState) -> Any:
 # --- runbook ------------------------------------------------------------------------------------------------
 
 
-def runbook_facts(row: Rotation, advice: Advice, offered: Iterable[str]) -> FactTable:
-    """Return the runbook advice with links to the available actions and pages that it names."""
-    links = list(_remedies(row, advice, set(offered)))
+def runbook_facts(advice: Advice) -> FactTable:
+    """Return the runbook's steps. The page's banner has what happened, and the actions."""
     steps = format_html_join("", "<li>{}</li>", ((step,) for step in advice.steps))
-    rows: list[tuple[str, Any]] = [
-        ("What happened", advice.happened),
-        ("What to do", format_html("<ol class='steps-to-take'>{}</ol>", steps)),
-    ]
-    if links:
-        rows.append(("Actions", format_html_join(" · ", "{}", ((each,) for each in links))))
+    rows = [("Steps", format_html("<ol class='steps-to-take'>{}</ol>", steps))]
     return FactTable(f"What to do: {advice.title[0].lower()}{advice.title[1:]}", rows)
 
 
-def _remedies(row: Rotation, advice: Advice, offered: set[str]) -> Iterator[SafeString]:
+def remedies_of(row: Rotation, advice: Advice, offered: Collection[str]) -> Iterator[Link]:
+    """Yield links to the actions and pages that the advice names. `offered`: actions that the operator may run."""
     pages = {
         Remedy.PREDECESSOR: reverse("admin:keyvault_key_change", args=[row.predecessor_id]),
         Remedy.ACCOUNT: reverse("admin:keyvault_account_change", args=[row.credential.account_id]),
@@ -305,9 +324,9 @@ def _remedies(row: Rotation, advice: Advice, offered: set[str]) -> Iterator[Safe
         pages[Remedy.REPLACEMENT] = reverse("admin:keyvault_key_change", args=[row.replacement_id])
     for remedy in advice.remedies:
         if remedy.value in offered:
-            yield link(reverse(f"admin:rotation_rotation_{remedy.value}", args=[row.pk]), REMEDY_LABELS[remedy])
+            yield Link(REMEDY_LABELS[remedy], reverse(f"admin:rotation_rotation_{remedy.value}", args=[row.pk]))
         elif remedy in pages:
-            yield link(pages[remedy], REMEDY_LABELS[remedy])
+            yield Link(REMEDY_LABELS[remedy], pages[remedy])
 
 
 # --- tables -------------------------------------------------------------------------------------------------

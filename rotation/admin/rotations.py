@@ -12,14 +12,16 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.accounts import account_crumbs
 from keyvault.admin.framework.actions import RowAction
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import moment_column
+from keyvault.admin.framework.components import Columns, Fold
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, approvals_table, is_requester, requester_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
-    AttentionItem,
     Detail,
     Extras,
     FactTable,
@@ -35,13 +37,16 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
 from rotation.admin.rotation_actions import REQUEST, ROW_ACTIONS, has_old_key, may_be_collected
+from rotation.admin.rotation_progress import banner_of, evidence_card, lead_of, traffic_card, users_table
 from rotation.admin.rotation_sections import (
     awaited_table,
     evidence_table,
     find_failure,
     key_or_nothing,
     ledger_table,
+    plan_card,
     plan_facts,
+    remedies_of,
     retirements_table,
     runbook_facts,
     status_facts,
@@ -49,7 +54,7 @@ from rotation.admin.rotation_sections import (
     users_tables,
 )
 from rotation.domain.events import RotationState
-from rotation.domain.runbook import Case, find_stall, find_wait, fit_advice
+from rotation.domain.runbook import Advice, Case, find_stall, find_wait, fit_advice
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from rotation.models.rotations import AWAITS_CONFIRMATION
@@ -58,6 +63,12 @@ from rotation.services.rotations.reports import find_waits, subject_of
 from rotation.services.rotations.requests import is_undecided
 
 S = RotationState
+
+_REFRESH_SECONDS = 3
+"""Interval between two updates of the page of an open rotation, in seconds."""
+
+_MAX_AWAITED_IN_USERS = 20
+"""Maximum sources that the table of users shows, with what each still has to do. More have a table of their own."""
 
 _MAX_LISTED = 1_000
 """Maximum number of rotations that a filter selects for each reason."""
@@ -125,6 +136,7 @@ BLOCKED_FILTER = state_filter(
 class RotationAdmin(ConsoleModelAdmin):
     view_permissions = (P.ROTATIONS_READ,)
     menu, singular, plural = "Rotations", "Rotation", "Rotations"
+    id_pattern = r"rot_[0-9A-Za-z]{20}"
     account_lookup = "account"
     environment_lookup = "account_environment"
     create_actions = (REQUEST,)
@@ -186,47 +198,51 @@ class RotationAdmin(ConsoleModelAdmin):
     # --- one rotation -------------------------------------------------------------------------------------
 
     def detail(self, request: HttpRequest, row: Any) -> Detail:
-        found, awaited = find_waits(row, datetime.now(UTC))
-        waiting_for = found or ""
-        is_public = row.credential.kind == KeyKind.PUBLIC
+        now = datetime.now(UTC)
+        found, awaited, until = find_waits(row, now)
+        waiting_for, account = found or "", row.credential.account
+        advice, remedies = self._advise(request, row, waiting_for)
+        happened = "" if advice is None else advice.happened
+        chart, evidence = traffic_card(row, now), evidence_card(row, awaited)
+        retiring = row.replacement if row.stage is S.ROLLING_BACK else row.predecessor
+        users = users_table(row, retiring, row.predecessor if retiring is row.replacement else row.replacement, awaited)
+        plan = plan_card(row)
         return Detail(
-            title=self.name_of(row),
+            title=f"Rotate {row.credential.label or row.credential_id}",
             state=row.state,
-            alarms=list(self._alarms(request, row)),
-            notes=list(self._notes(request, row, waiting_for)),
+            lead=lead_of(row),
+            crumbs=account_crumbs(account),
+            banner=banner_of(row, waiting_for, until, happened, remedies),
+            alarms=[self._bypass_note(request, row)] if row.is_unreviewed else [],
+            notes=list(self._notes(request, row)),
             steps=steps_of(row),
+            refresh_seconds=None if row.current_state in CLOSED else _REFRESH_SECONDS,
             sections=[
-                *self._runbook(request, row, waiting_for),
-                status_facts(row),
-                *([retirements_table(row)] if is_public else []),
-                *([awaited_table(awaited)] if awaited else []),
-                *users_tables(row),
-                plan_facts(row),
+                *([runbook_facts(advice)] if advice is not None and advice.steps else []),
+                Columns([evidence] if chart is None else [chart, evidence]),
+                Columns([users, plan]),
+                *([retirements_table(row)] if row.credential.kind == KeyKind.PUBLIC else []),
+                *([awaited_table(awaited)] if len(awaited) > _MAX_AWAITED_IN_USERS else []),
                 approvals_table(row),
-                evidence_table(row),
-                ledger_table(row),
+                Fold("Plan, as approved", [plan_facts(row)], "every value that the digest covers"),
+                Fold("Times and events", [status_facts(row)]),
+                Fold("Every use", users_tables(row)),
+                Fold("Recorded evidence and side effects", [evidence_table(row), ledger_table(row)]),
             ],
         )
 
-    def _runbook(self, request: HttpRequest, row: Rotation, waiting_for: str) -> Iterable[FactTable]:
+    def _advise(self, request: HttpRequest, row: Rotation, waiting_for: str) -> tuple[Advice | None, list[Link]]:
+        """Return the runbook's advice, and links to the actions and pages that it names and the operator may use."""
         is_failing = find_failure(row) is not None
         entry = find_stall(row.why) if row.state == S.STALLED else find_wait(waiting_for, is_failing=is_failing)
-        if entry is not None:
-            case = Case(Delivery(row.credential.delivery), KeyKind(row.credential.kind), has_old_key(row))
-            offered = [action.name for action in self.row_actions if self._is_offered(request, action, row)]
-            yield runbook_facts(row, fit_advice(entry, case), offered)
+        if entry is None:
+            return None, []
+        case = Case(Delivery(row.credential.delivery), KeyKind(row.credential.kind), has_old_key(row))
+        advice = fit_advice(entry, case)
+        offered = [action.name for action in self.row_actions if self._is_offered(request, action, row)]
+        return advice, list(remedies_of(row, advice, offered))
 
-    def _alarms(self, request: HttpRequest, row: Any) -> Iterable[str]:
-        if row.state == S.STALLED:
-            yield f"Stalled in {row.get_stalled_from_display()}: {row.why}."
-        if row.is_unreviewed:
-            yield self._bypass_note(request, row)
-
-    def _notes(self, request: HttpRequest, row: Any, waiting_for: str) -> Iterable[str]:
-        if waiting_for and row.state != S.STALLED:
-            yield f"Waiting for {waiting_for}."
-        elif row.current_state in CLOSED and row.why:
-            yield f"Closed: {row.why}."
+    def _notes(self, request: HttpRequest, row: Any) -> Iterable[str]:
         if is_undecided(row) and is_requester(request, row):
             yield OWN_REQUEST_NOTE
         is_waited_for = row.credential.delivery == Delivery.SHOW_ONCE and may_be_collected(row)
@@ -247,12 +263,16 @@ class RotationAdmin(ConsoleModelAdmin):
 
     # --- attention items ----------------------------------------------------------------------------------
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         """Return stalled and urgent rotations first."""
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
         undecided = rows.filter(approval_expires_at__gt=datetime.now(UTC))
-        yield self.attention_item(
-            "Stalled rotations", rows.filter(state=S.STALLED), f"?state__exact={S.STALLED}", "alarm"
+        yield self.attention(
+            "Stalled rotations",
+            rows.filter(state=S.STALLED),
+            f"?state__exact={S.STALLED}",
+            "alarm",
+            one="Rotation stalled",
         )
         emergencies = undecided.annotate(approval_count=Count("approvals")).filter(
             state=S.EMERGENCY, bypassed_at__isnull=True, approval_count__lt=F("approvals_needed")
@@ -261,33 +281,39 @@ class RotationAdmin(ConsoleModelAdmin):
         for_emergency, where = f"?state__exact={S.EMERGENCY}", f"?state__exact={S.AWAITING_APPROVAL}"
         if may(request, P.ROTATIONS_APPROVE):
             # Filtering by `approvals__person` here would add a join and multiply the count above.
-            urgent = self.list_decidable(request, P.ROTATIONS_APPROVE, emergencies.exclude(approvals__person=me))
-            yield self.attention_item("Emergency rotations to approve", urgent, for_emergency, "alarm")
-            others = self.list_decidable(request, P.ROTATIONS_APPROVE, asked.exclude(approvals__person=me))
-            yield self.attention_item("Rotations to approve", others, where, "action")
+            urgent = emergencies.exclude(approvals__person=me)
+            yield self.attention(
+                "Emergency rotations to approve", urgent, for_emergency, "alarm", decide=P.ROTATIONS_APPROVE
+            )
+            others = asked.exclude(approvals__person=me)
+            yield self.attention(
+                "Rotations to approve", others, where, "action", decide=P.ROTATIONS_APPROVE, one="Approve a rotation"
+            )
         else:
-            yield self.attention_item("Emergency rotations awaiting approval", emergencies, for_emergency, "alarm")
+            yield self.attention("Emergency rotations awaiting approval", emergencies, for_emergency, "alarm")
         if may(request, P.ROTATIONS_WRITE):
             own = asked.filter(requester_person=me)
-            yield self.attention_item("Your rotations awaiting approval", own, where)
+            yield self.attention("Your rotations awaiting approval", own, where)
             unconfirmed = rows.filter(pk__in=_first_to_confirm(rows))
-            yield self.attention_item(
-                "Rotations awaiting an operator's confirmation", unconfirmed, _TO_CONFIRM, "action"
-            )
+            yield self.attention("Rotations awaiting an operator's confirmation", unconfirmed, _TO_CONFIRM, "action")
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(_TO_COLLECT, requester_person=me)
-            yield self.attention_item("Replacements to collect", mine, "?collection=open", "action")
+            yield self.attention("Replacements to collect", mine, "?collection=open", "action")
             # Their requester, the author of the schedule or the campaign, may be absent.
             begun = Q(schedule__isnull=False) | Q(campaign__isnull=False)
-            waiting = self.list_decidable(
-                request, P.ISSUANCE_COLLECT, rows.filter(_TO_COLLECT, begun).exclude(requester_person=me)
+            yield self.attention(
+                "Replacements to collect for others",
+                rows.filter(_TO_COLLECT, begun).exclude(requester_person=me),
+                "?collection=open",
+                "action",
+                decide=P.ISSUANCE_COLLECT,
+                select=lambda rows: list_collectable(rows, me),
+                button="Collect",
             )
-            others = list_collectable(waiting, me)
-            yield self.attention_item("Replacements to collect for others", others, "?collection=open", "action")
         blocked = rows.filter(_is_blocked())
-        yield self.attention_item("Rotations blocked by a failing step or an endpoint", blocked, "?held=up", "alarm")
+        yield self.attention("Rotations blocked by a failing step or an endpoint", blocked, "?held=up", "alarm")
         bypassed = rows.filter(_is_unreviewed())
-        yield self.attention_item("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
+        yield self.attention("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
         is_for_me = action.name != "collect" or may_collect(row, operator_of(request).person)

@@ -22,6 +22,7 @@ from keyvault.admin.framework.actions import (
     VersionedForm,
     run_service,
 )
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import (
@@ -35,7 +36,6 @@ from keyvault.admin.framework.four_eyes import (
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
-    AttentionItem,
     Detail,
     FactTable,
     Line,
@@ -208,7 +208,7 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
             ],
         )
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         if not may(request, P.ROTATIONS_APPROVE):
             return
         now, me = datetime.now(UTC), operator_of(request).person
@@ -216,9 +216,12 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
             state=A.AWAITING_APPROVAL, approval_expires_at__gt=now, expires_at__gt=now
         )
         others = asked.exclude(approvals__person=me).order_by("created_at")
-        found = self.list_decidable(request, P.ROTATIONS_APPROVE, others)
-        yield self.attention_item(
-            "Standing approvals to approve", found, f"?state__exact={A.AWAITING_APPROVAL}", "action"
+        yield self.attention(
+            "Standing approvals to approve",
+            others,
+            f"?state__exact={A.AWAITING_APPROVAL}",
+            "action",
+            decide=P.ROTATIONS_APPROVE,
         )
 
     def line_of(self, row: StandingApproval) -> Line:

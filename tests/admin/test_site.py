@@ -13,7 +13,7 @@ from django.test import Client
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.access.roles import Role
-from keyvault.admin.framework import model_admin
+from keyvault.admin.framework import attention, model_admin
 from keyvault.admin.keys.keys import KeyAdmin
 from keyvault.models import Operator
 from keyvault.models.recording import collect_subjects
@@ -159,7 +159,7 @@ def test_site_front_page_states_that_more_items_exist_than_it_counts(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The front page reads a bounded number of rows, and does not present that number as the total."""
-    monkeypatch.setattr(model_admin, "_MAX_ATTENTION_ROWS", 2)
+    monkeypatch.setattr(attention, "MAX_ROWS", 2)
     for label in ("first", "second"):
         request_key(desk.production, label=label, by=desk.tam)
     counted = '<span class="count">2{}</span>'.format
@@ -217,7 +217,7 @@ def test_site_side_bar_lists_what_the_role_may_see(desk: Desk) -> None:
     text = text_of(client.get("/admin/"))
     assert "Audit log" in text
     assert "Service tokens" not in text
-    assert "Break-glass actions" in text_of(client.get(address("keyvault_auditentry_changelist")))
+    assert "Break-glass actions" in text_of(client.get(address("keyvault_breakglass_changelist")))
 
 
 def test_site_filters_list_no_values_of_rows() -> None:
@@ -245,7 +245,7 @@ def test_session_outside_the_console_is_ignored(client: Client, django_assert_nu
 def test_front_page_shows_requests_of_others_behind_many_of_ones_own(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_admin, "_MAX_DECIDABLE", 1)
+    monkeypatch.setattr(attention, "MAX_DECIDABLE", 1)
     both = make_operator("both", Role.TECHNICAL_ACCOUNT_MANAGER, Role.APPROVER)
     for label, by in (("own-1", both), ("own-2", both), ("theirs-1", desk.tam), ("theirs-2", desk.tam)):
         request_key(desk.production, label=label, by=by)

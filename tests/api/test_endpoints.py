@@ -13,9 +13,10 @@ from tests.factories import grant, make_token, the_operator
 
 from .conftest import Call
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
+@pytest.mark.database
 def test_endpoints_are_listed_with_their_authorization_panels(call: Call) -> None:
     draft = EndpointDraft(
         "invoices.retrieve",

@@ -22,7 +22,7 @@ from tests.factories import account, grant, issue, now, the_operator
 
 from .integration import ORDER, ORDERS, Ask, change_account, expect, holder_of, private, public
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 URL = "/sandbox/credentials/revoke-self"
 
@@ -31,6 +31,7 @@ def admin_grant(permission: P) -> Grant:
     return grant(the_operator("admin", Role.KEY_ADMINISTRATOR), permission, account())
 
 
+@pytest.mark.database
 def test_revoke_self_ends_the_presented_key_and_no_other(ask: Ask) -> None:
     key, text = issue(account())
     other = private()
@@ -59,6 +60,7 @@ def test_revoke_self_repeated_answers_the_same_and_writes_nothing(ask: Ask) -> N
     assert Key.objects.get(pk=key.pk).version == row.version
 
 
+@pytest.mark.database
 def test_revoke_self_repeated_too_often_is_refused_until_the_limit_refills(ask: Ask) -> None:
     """Guarantee: a dead key can neither keep the database busy nor delay the revocation of another key."""
     key, text = issue(account())
@@ -115,7 +117,6 @@ def test_revoke_self_is_never_rate_limited(ask: Ask) -> None:
     assert ask("POST", URL, key=text).status_code == 202
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("stop", ["key", "account", "merchant", "superseded"])
 def test_revoke_self_of_an_already_stopped_key_marks_it_compromised(ask: Ask, stop: str) -> None:
     """A suspension could be lifted, so the leaked key is revoked nevertheless."""

@@ -13,9 +13,10 @@ from tests.factories import issue, make_token
 
 from .conftest import Call
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
+@pytest.mark.database
 def test_key_is_shown_without_anything_secret(call: Call) -> None:
     key, text = issue(find_account("acme", Environment.SANDBOX))
     response = call("GET", f"/v1/keys/{key.key_id}")
@@ -88,7 +89,6 @@ def test_revoke_without_a_known_reason_is_refused(call: Call, body: dict[str, ob
     assert (response.status_code, response.body["code"]) == (400, "request_invalid")
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("sent", "detail"),
     [
@@ -140,7 +140,6 @@ def test_credential_outside_the_token_is_not_found_or_permission_missing(call: C
         assert (response.status_code, response.body["code"]) == (status, code)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("credential", ["", "Bearer", "Bearer x", "Basic eA==", "bearer  ", "Bearer a,b"])
 def test_service_plane_without_a_valid_token_is_refused(client: Client, db: None, credential: str) -> None:
     headers = {"Authorization": credential} if credential else {}

@@ -17,7 +17,7 @@ from tests.verifiers import confirm, fall_silent, make_verifier
 
 from .conftest import Call
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def revoke(call: Call, key: Key, prefer: str | None = None) -> Any:
@@ -36,6 +36,7 @@ def bearer(*permissions: P, **options: Any) -> dict[str, str]:
 # --- Prefer: wait -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.database
 def test_revoke_with_prefer_wait_answers_with_the_complete_receipt(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is sent with the last confirmation, and lists who confirmed and when."""
     verifier = make_verifier()
@@ -63,6 +64,7 @@ def test_revoke_whose_wait_times_out_succeeds(call: Call) -> None:
     assert response.body["receipt"]["verifiers"][0]["confirmed_at"] is None
 
 
+@pytest.mark.database
 def test_revoke_with_an_unreadable_receipt_succeeds(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fails after the commit, the answer states that the key is revoked."""
 
@@ -86,7 +88,6 @@ def test_revoke_wait_is_capped_by_the_server(call: Call) -> None:
     assert response.body["receipt"]["complete"] is True
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("prefer", [None, "respond-async", "wait", "wait=soon", "wait=-1", 'wait="5', "x" * 4000])
 def test_revoke_without_a_valid_wait_has_no_receipt(call: Call, prefer: str | None) -> None:
     """A malformed or unknown preference is ignored (RFC 7240)."""

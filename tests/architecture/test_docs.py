@@ -24,8 +24,12 @@ PAGES = [
     ROOT / "deploy" / "README.md",
     ROOT / "deploy" / "vault" / "README.md",
     ROOT / "deploy" / "webhooks.md",
+    *sorted((ROOT / "clients").glob("README.md")),
+    *sorted((ROOT / "clients").glob("*/README.md")),
 ]
-TOP_FOLDERS = "keyvault|rotation|tests|deploy|docs"
+TOP_FOLDERS = "keyvault|rotation|clients|tests|deploy|docs"
+OF_CLIENTS = {"KEYVAULT_VERIFIER", "KEYVAULT_OPTIONS", "KEYVAULT_SERVICE_TOKEN"}
+"""Settings of the Django adapter of `clients/python`, and the variable of the Traefik sample."""
 KEYVAULT_PACKAGES = "access|admin|api|backends|domain|hotpath|management|models|project|services|wire"
 
 
@@ -140,7 +144,7 @@ def test_docs_tour_sets_every_variable_before_it_is_used() -> None:
 
 
 def test_docs_settings_named_in_pages_exist() -> None:
-    known = {name for setting in SETTINGS for name in setting.names()}
+    known = {name for setting in SETTINGS for name in setting.names()} | OF_CLIENTS
     for page in PAGES:
         named = set(re.findall(r"KEYVAULT_(?!TEST_)[A-Z_]+(?![A-Z_…])", page.read_text())) - {"KEYVAULT_"}
         assert named <= known, (page, named - known)

@@ -10,7 +10,7 @@ WITHOUT_LAYER = {
     "keyvault.migrations": "written by makemigrations, imported by Django only",
     "rotation.migrations": "the same",
 }
-PURE = ("keyvault.domain", "keyvault.access", "keyvault.wire", "keyvault.client", "keyvault.hotpath", "rotation.domain")
+PURE = ("keyvault.domain", "keyvault.access", "keyvault.wire", "keyvault.hotpath", "rotation.domain")
 ADAPTERS = "keyvault.hotpath.adapters"
 """The one package of the hot path that knows Django and psycopg."""
 

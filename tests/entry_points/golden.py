@@ -138,10 +138,10 @@ def reaches_requests(row: Row) -> bool:
     return row.environment == "own" and row.state.startswith("active")
 
 
-def sample(demanded: Mapping[Row, str], rows: Iterable[Row], least: int) -> list[Row]:
-    """Choose at least `least` rows in which every pair of words occurs together, the same ones in every run.
+def sample(demanded: Mapping[Row, str], rows: Iterable[Row], least: int, together: int = 2) -> list[Row]:
+    """Choose at least `least` rows in which every `together` words occur together, the same ones in every run.
 
-    Where a request's rules are evaluated, every pair occurs with every outcome that it can have.
+    Where a request's rules are evaluated, they occur with every outcome that they can have.
     """
     shuffled = sorted(rows)
     random.Random(_SEED).shuffle(shuffled)  # noqa: S311  the order is not a secret
@@ -151,7 +151,7 @@ def sample(demanded: Mapping[Row, str], rows: Iterable[Row], least: int) -> list
     others: list[Row] = []
     for row in shuffled:
         outcome = demanded[row] if reaches_requests(row) else ""
-        new: set[object] = {(outcome, one, other) for one, other in combinations(enumerate(row), 2)}
+        new: set[object] = {(outcome, *words) for words in combinations(enumerate(row), together)}
         new.add((demanded[row], row.state))
         (others if new <= seen else chosen).append(row)
         seen |= new

@@ -29,7 +29,7 @@ from .command_line import run_command_line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def run(*arguments: str) -> Any:
@@ -56,6 +56,7 @@ def issue(environment: str = "sandbox", *more: str) -> Any:
     return run("issue_key", *arguments, "--requested-by", "tam", "--approved-by", "approver", *more)
 
 
+@pytest.mark.database
 def test_seed_demo_is_idempotent_and_makes_no_superuser(seeded: Any) -> None:
     assert run("seed_demo") == seeded
     assert {merchant["merchant_id"] for merchant in seeded["merchants"]} >= {"acme", "globex"}
@@ -252,7 +253,6 @@ def test_catalog_lists_every_endpoint_of_the_contract() -> None:
     }
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -277,7 +277,6 @@ def test_command_exit_code_distinguishes_refusal_from_usage_error(
         assert output.err
 
 
-@pytest.mark.sqlite
 @pytest.mark.django_db(transaction=True)
 def test_command_refusal_is_the_exit_code_of_its_process() -> None:
     done = subprocess.run(

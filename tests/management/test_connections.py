@@ -15,7 +15,7 @@ from keyvault.models import ProviderConnection
 from keyvault.services.secrets.backend import secret_backend
 from tests.factories import have_peppers, make_merchant, make_operator
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 PLACE = ("--merchant", "acme", "--environment", "sandbox")
 STRIPE = (*PLACE, "--provider", "stripe")
@@ -48,6 +48,7 @@ def stored() -> str:
     return secret_backend().read(Mount.SANDBOX, row.backend_path).secret.reveal()
 
 
+@pytest.mark.database
 def test_set_connection_stores_the_file_and_prints_no_secret(file: Path) -> None:
     """The secret is printed neither with --json nor without."""
     text = output_of("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
@@ -64,7 +65,6 @@ def test_set_connection_reads_standard_input(monkeypatch: pytest.MonkeyPatch) ->
     assert stored() == '{"user": "a", "password": "b"}'
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("content", "reason"),
     [(b"", "must not be empty"), (b"\xff\xfe", "UTF-8"), (b"x" * 20_000, "8192 bytes"), (b"sk_live_51H", "live key")],
@@ -90,6 +90,7 @@ def test_set_connection_by_an_auditor_is_refused(file: Path) -> None:
         output_of("set_connection", *STRIPE, "--secret-file", str(file), "--by", "auditor")
 
 
+@pytest.mark.database
 def test_list_connections_shows_the_accounts_connections_without_secrets(file: Path) -> None:
     output_of("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
     listing = output_of("list_connections", *PLACE, "--json")
@@ -103,6 +104,7 @@ def test_list_connections_shows_the_accounts_connections_without_secrets(file: P
     assert production == {"connections": []}
 
 
+@pytest.mark.database
 def test_removed_connection_is_not_listed(file: Path) -> None:
     output_of("set_connection", *STRIPE, "--secret-file", str(file), "--by", "tam")
     assert json.loads(output_of("remove_connection", *STRIPE, "--by", "tam", "--json"))["removed_at"]

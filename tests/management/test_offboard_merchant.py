@@ -13,7 +13,7 @@ from keyvault.models import AuditEntry, Key, Merchant
 from keyvault.services import offboarding
 from tests.factories import account, issue, make_merchant, make_operator
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +30,7 @@ def run(*arguments: str, output: io.StringIO | None = None) -> Any:
     return json.loads(stream.getvalue())
 
 
+@pytest.mark.database
 def test_offboard_merchant_without_yes_lists_what_it_would_end(db: None) -> None:
     with pytest.raises(CommandError, match=r"sandbox: 1 key\. This is irreversible"):
         run("acme", "--by", "responder")

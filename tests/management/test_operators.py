@@ -37,7 +37,7 @@ from .command_line import run_command_line
 ROOT = Path(__file__).resolve().parent.parent.parent
 NEW = "another long pass phrase"
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,7 @@ def signs_in(username: str, password: str) -> bool:
     return Client().post("/admin/login/", {"username": username, "password": password}).status_code == 302
 
 
+@pytest.mark.database
 def test_disable_operator_ends_sessions_and_sign_in_immediately() -> None:
     """A disabled operator is signed out of every browser with the next request and cannot sign in again."""
     tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
@@ -210,6 +211,7 @@ def test_reset_operator_password_reads_it_and_ends_sessions(monkeypatch: pytest.
     assert details_of("operator.password_reset") == {"username": "tam", "sessions_ended": 1}
 
 
+@pytest.mark.database
 def test_reset_operator_password_reveals_a_random_one_once() -> None:
     make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
     password = run("reset_operator_password", "tam", "--reveal")["password"]
@@ -297,6 +299,7 @@ def test_invite_operator_without_a_clear_scope_is_refused() -> None:
     assert not Operator.objects.filter(username="new").exists()
 
 
+@pytest.mark.database
 def test_invite_operator_reveals_a_sign_in_that_works_at_once() -> None:
     answer = run("invite_operator", "new", "--role", "auditor", "--all", "--reveal")
     client = Client()
@@ -355,7 +358,6 @@ def test_list_operators_shows_roles_state_and_last_sign_in_without_hash() -> Non
     assert "pbkdf2" not in output.getvalue()
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("command", "ours"),
     [
@@ -377,7 +379,6 @@ def test_django_command_that_bypasses_the_services_is_refused(
     assert output.err.count("\n") == 1
 
 
-@pytest.mark.sqlite
 @pytest.mark.parametrize("entry", [["manage.py"], ["-m", "django"]], ids=" ".join)
 def test_django_command_is_refused_by_each_program(entry: list[str], tmp_path: Path) -> None:
     environment = {
@@ -393,6 +394,7 @@ def test_django_command_is_refused_by_each_program(entry: list[str], tmp_path: P
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.database
 def test_command_prints_its_answer_although_the_use_of_a_role_is_not_recorded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -486,7 +488,6 @@ OUTSIDE = {
 """Commands in the name of `limited`, whose scope is globex/sandbox."""
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("arguments", OUTSIDE.values(), ids=OUTSIDE)
 def test_command_of_an_operator_outside_of_the_scope_is_refused(arguments: str) -> None:
     """Guarantee: the command line has the same scope as the console."""

@@ -36,7 +36,7 @@ from tests.services.keys.test_lifecycle import verdict
 from tests.services.peppering import rehash, skip_propagation
 from tests.services.peppers.test_ring import stored, swap_keystore
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +71,7 @@ def of(answer: Any, pepper_set: str, number: int) -> Any:
     return next(each for each in answer["versions"] if (each["pepper_set"], each["number"]) == (pepper_set, number))
 
 
+@pytest.mark.database
 def test_pepper_commands_rotate_list_and_retire_a_pepper(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rotation, a used key moves to the new pepper and an unused one is listed; once it has ended, the old
     pepper retires.
@@ -152,6 +153,7 @@ def test_show_peppers_of_a_pepper_in_memory_only_is_an_alarm() -> None:
     assert "Only running processes have it" in of(answer, "sandbox", 1)["fault"]
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_pepper_start_without_the_backend_is_logged_and_ready_once_it_returns(
     client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

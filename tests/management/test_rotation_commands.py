@@ -15,7 +15,7 @@ from tests.rotation import scene
 from .test_commands import issue, run
 from .test_commands import seeded as seeded
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def requested(*arguments: str, environment: str = "sandbox") -> str:
@@ -25,6 +25,7 @@ def requested(*arguments: str, environment: str = "sandbox") -> str:
     return rotation_id
 
 
+@pytest.mark.database
 def test_rotate_key_accepts_every_plan_option(seeded: Any) -> None:
     rotation_id = requested(
         *("--proof", "both", "--proof-count", "3", "--proof-sources", "2", "--soak-seconds", "5"),

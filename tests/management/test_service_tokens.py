@@ -13,7 +13,7 @@ from keyvault.models import AuditEntry, ServiceToken
 from keyvault.services.keys.records import prove_service_token
 from tests.factories import make_operator, make_token, now
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def run(*arguments: str) -> Any:
@@ -28,6 +28,7 @@ def rotate(token: ServiceToken, *more: str, hours: int = 24) -> Any:
     return run("rotate_service_token", token.token_id, "--overlap-hours", str(hours), *more)
 
 
+@pytest.mark.database
 def test_rotate_service_token_answers_with_both_tokens_and_reveals_on_request() -> None:
     token, old = make_token()
     answer = rotate(token, "--reveal")

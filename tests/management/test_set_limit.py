@@ -16,7 +16,7 @@ from keyvault.models import AuditEntry, LimitOverride
 from keyvault.services.catalog.endpoints import add_endpoint
 from tests.factories import account, grant, make_merchant, make_operator
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +36,7 @@ def set_limit(*arguments: str, by: str = "admin") -> Any:
     return run("set_limit", "--environment", "sandbox", *arguments, "--by", by)
 
 
+@pytest.mark.database
 def test_set_limit_of_an_account_answers_the_effective_limit() -> None:
     answer = set_limit("--merchant", "acme", "--rate", "7", "--per-seconds", "60")
     assert answer == {
@@ -71,7 +72,6 @@ def test_set_limit_is_recorded_with_the_operator_and_the_host_user() -> None:
     assert body["details"]["host_user"]
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("arguments", "returncode"),
     [

@@ -18,6 +18,7 @@ from django.test import override_settings
 from keyvault.management.commands.verifier import _environ, listening_at, require_free_address
 from keyvault.management.service import ServiceError, find_free_port
 from tests.project.test_supervisor import are_gone, descendants, eventually
+from tests.template_database import make_migrated_data_folder
 
 pytestmark = pytest.mark.long
 
@@ -83,6 +84,7 @@ def ask(place: str | tuple[str, int], sent: bytes = HEALTH) -> bytes:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Set up one data folder for all tests; leftovers of one verifier do not affect the next."""
     folder = tmp_path_factory.mktemp("verifier")
+    make_migrated_data_folder(folder / "data")
     assert manage(folder / "data", folder, "setup").communicate(timeout=START_SECONDS)
     return folder / "data"
 

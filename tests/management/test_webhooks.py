@@ -11,7 +11,7 @@ from keyvault.models import WebhookBreaker, WebhookEndpoint
 from keyvault.services.webhooks.endpoints import signing_secrets
 from tests.factories import have_peppers, make_merchant, make_operator, now
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 PLACE = ("--merchant", "acme", "--environment", "sandbox")
 URL = "https://acme.example/hooks"
@@ -31,6 +31,7 @@ def output_of(command: str, *arguments: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.database
 def test_add_webhook_with_reveal_prints_the_secret() -> None:
     answer = json.loads(output_of("add_webhook", *PLACE, "--url", URL, "--by", "tam", "--reveal", "--json"))
     endpoint = WebhookEndpoint.objects.get(pk=answer["endpoint"])

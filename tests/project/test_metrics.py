@@ -14,6 +14,7 @@ import pytest
 
 from tests.environment import ROOT
 from tests.servers.throwaway import free_port
+from tests.template_database import make_migrated_data_folder
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -42,6 +43,7 @@ def running(what: str, folder: Path, **settings: str) -> Iterator["subprocess.Po
 def set_up_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Set up one data folder; each test gets a copy."""
     folder = tmp_path_factory.mktemp("installation") / "data"
+    make_migrated_data_folder(folder)
     environ = {name: text for name, text in os.environ.items() if not name.startswith("KEYVAULT_")}
     command = [sys.executable, "manage.py", "setup"]
     environ["KEYVAULT_DATA_DIR"] = str(folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from keyvault.domain.releases import OLDEST_COMPATIBLE_RELEASE, RELEASE
+from tests.template_database import make_migrated_data_folder
 
 pytestmark = pytest.mark.long
 
@@ -31,6 +32,7 @@ def run(arguments: list[str], folder: Path, **settings: str) -> subprocess.Compl
 def set_up_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Set up one data folder; each test gets a copy."""
     data = tmp_path_factory.mktemp("installation") / "data"
+    make_migrated_data_folder(data)
     done = run(["manage.py", "setup"], data)
     assert done.returncode == 0, done.stderr
     return data

@@ -20,9 +20,10 @@ from keyvault.services.operators.role_use import UNUSED_AFTER, write_uses
 from keyvault.services.sessions.invitations import prepare_sign_in
 from tests.factories import SANDBOX, grant, make_merchant, make_operator, now
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
+@pytest.mark.database
 def test_access_review_lists_every_operator_and_role(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operator is listed, however many batches it takes: also disabled ones, and those without a role."""
     monkeypatch.setattr(access_review, "_BATCH", 2)

@@ -51,7 +51,7 @@ from tests.services.tokens.test_customer_tokens import token_of
 from .conftest import Scene
 from .rows import dump_tables, events_of, last_body
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def offboard(scene: Scene, by: OperatorPrincipal | None = None) -> Offboarding:
@@ -100,6 +100,7 @@ def forbid_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("celery.app.base.Celery.send_task", send)
 
 
+@pytest.mark.database
 def test_offboarding_ends_everything_in_both_environments_and_counts_it(scene: Scene) -> None:
     """One responder alone ends every key, token, request and endpoint; the result counts them by environment."""
     created = create_assets(scene)
@@ -160,6 +161,7 @@ def test_offboarding_does_not_affect_other_merchants(scene: Scene) -> None:
     assert set(ServiceToken.objects.filter(revoked_at=None)) == {both, unrestricted}
 
 
+@pytest.mark.database
 def test_offboarding_needs_neither_backend_nor_broker(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """With both down every key is denied; the copies are destroyed when the backend is back."""
     created = create_assets(scene)
@@ -175,6 +177,7 @@ def test_offboarding_needs_neither_backend_nor_broker(scene: Scene, monkeypatch:
     assert set(Key.objects.values_list("material", flat=True)) == {Material.DESTROYED}
 
 
+@pytest.mark.database
 @pytest.mark.parametrize(
     ("through", "after"),
     [
@@ -212,6 +215,7 @@ def test_offboarding_interrupted_denies_all_and_is_finished_by_the_next_run(
     assert AuditEntry.objects.filter(event="key.revoked").count() == 3
 
 
+@pytest.mark.database
 def test_offboarding_twice_ends_nothing_more(scene: Scene) -> None:
     create_assets(scene)
     offboard(scene)
@@ -283,6 +287,7 @@ def test_offboarded_merchant_is_never_active_again(scene: Scene) -> None:
     assert Merchant.objects.get().status == "offboarded"
 
 
+@pytest.mark.database
 def test_offboarded_merchant_gets_no_key(scene: Scene) -> None:
     """Neither a new request nor a worker in progress activates one."""
     approved = request_key(scene.sandbox)
@@ -308,6 +313,7 @@ def test_offboarded_merchant_gets_no_key(scene: Scene) -> None:
     assert not offboard(scene).left
 
 
+@pytest.mark.database
 def test_offboarded_merchant_s_staged_keys_are_destroyed_by_the_worker(scene: Scene) -> None:
     """A staged key never becomes active and ends with its request."""
     request = request_key(scene.sandbox)

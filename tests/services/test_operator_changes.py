@@ -37,7 +37,7 @@ from tests.services.conftest import Scene
 from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 from tests.services.sessions.test_sessions import start_session
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 WHY = "joins the approvers"
 
@@ -64,6 +64,7 @@ def details_of(event: str) -> dict[str, Any]:
     return details
 
 
+@pytest.mark.database
 @pytest.mark.postgres_once
 @pytest.mark.parametrize("role", list(Role))
 def test_role_added_by_one_person_is_no_approving_one(scene: Scene, role: Role) -> None:

@@ -13,7 +13,7 @@ from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.actions import ActionForm, Cleaned, ScopedField
 from keyvault.admin.framework.columns import badge_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.widgets import link
+from keyvault.admin.framework.widgets import Link, link
 from keyvault.domain.environments import Environment
 from keyvault.models import Account, Merchant
 from keyvault.services.merchants.merchants import find_account
@@ -74,6 +74,11 @@ def account_query(account: Account) -> str:
 
 def account_link(account: Account) -> SafeString:
     return link(reverse("admin:keyvault_account_change", args=[account.pk]), account)
+
+
+def account_crumbs(account: Account) -> list[Link]:
+    """Return the breadcrumb of the account, for the pages of its rows."""
+    return [Link(str(account), reverse("admin:keyvault_account_change", args=[account.pk]))]
 
 
 class AccountRowAdmin(ConsoleModelAdmin):

@@ -100,7 +100,7 @@ class Feed(Component):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class EvidenceItem:
     """One item of evidence; `state` is `done`, `current`, `ahead` or `failed`. `when`: text or HTML of `widgets`."""
 
     title: str
@@ -117,7 +117,7 @@ class Check:
 class Checks(Component):
     """Evidence: what holds, and what is waited for."""
 
-    checks: Sequence[Check]
+    checks: Sequence[EvidenceItem]
 
     template_name = "console/component_checks.html"
 
@@ -154,6 +154,47 @@ class Banner(Component):
     def context(self) -> dict[str, Any]:
         parts = [(part, isinstance(part, Link)) for part in self.buttons]
         return {**super().context(), "parts": parts}
+
+
+@dataclass(frozen=True)
+class Card(Component):
+    """A titled card around another component. `aside`: text or HTML in its head, such as the legend of a chart."""
+
+    title: str
+    body: Any
+    aside: Any = ""
+
+    template_name = "console/component_card.html"
+
+
+@dataclass(frozen=True)
+class Columns(Component):
+    """Sections side by side: a wide and a narrow one, or equal ones. Below each other on a narrow screen."""
+
+    sections: Sequence[Any]
+    are_even: bool = False
+
+    template_name = "console/component_columns.html"
+
+
+@dataclass(frozen=True)
+class Fold(Component):
+    """Sections that are hidden until the operator opens them. `note`: text or HTML beside the title."""
+
+    title: str
+    sections: Sequence[Any]
+    note: Any = ""
+
+    template_name = "console/component_fold.html"
+
+
+@dataclass(frozen=True)
+class Tiles(Component):
+    """Numbers side by side."""
+
+    tiles: Sequence["Tile"]
+
+    template_name = "console/component_tiles.html"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The console's menu: by work, not by table. Each page and model admin names the entry under which it is found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,7 +60,6 @@ class Tab:
     label: str
     url: str
     path: str
-    count: str = ""
 
     @property
     def is_current(self) -> bool:
@@ -68,11 +67,12 @@ class Tab:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MenuEntry:
     """An entry of the menu with its pages, of which the first is opened."""
 
     label: str
     tabs: Sequence[Tab]
+    count: str = ""
 
     @property
     def url(self) -> str:
@@ -83,10 +83,6 @@ class Entry:
         return any(tab.is_current for tab in self.tabs)
 
     @property
-    def count(self) -> str:
-        return next((tab.count for tab in self.tabs if tab.count), "")
-
-    @property
     def is_urgent(self) -> bool:
         return self.label in _URGENT
 
@@ -94,18 +90,21 @@ class Entry:
 @dataclass(frozen=True, slots=True)
 class Section:
     title: str
-    entries: Sequence[Entry]
+    entries: Sequence[MenuEntry]
 
 
-def build_menu(tabs: Sequence[tuple[str, Tab]]) -> list[Section]:
+def build_menu(tabs: Sequence[tuple[str, Tab]], counts: Mapping[str, str]) -> list[Section]:
     """Return the sections of the menu that have a page.
 
     Args:
         tabs: each with its entry, in the order of the tabs.
+        counts: number of rows that need the operator, by entry.
     """
     sections = []
     for title, labels in MENU.items():
-        found = [Entry(label, [tab for entry, tab in tabs if entry == label]) for label in labels]
+        found = [
+            MenuEntry(label, [tab for entry, tab in tabs if entry == label], counts.get(label, "")) for label in labels
+        ]
         entries = [entry for entry in found if entry.tabs]
         if entries:
             sections.append(Section(title, entries))

@@ -4,6 +4,7 @@
 Django's history, bulk actions and edit forms have no route.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from django.utils.text import smart_split, unescape_string_literal
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.rules import operation
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.actions import (
     ActionForm,
@@ -32,6 +32,7 @@ from keyvault.admin.framework.actions import (
     format_text,
     require_version,
 )
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.components import Stepper
 from keyvault.admin.framework.enforcement import Guarded, View, grant_for, may, operator_of
 from keyvault.admin.framework.menu import Tab
@@ -40,7 +41,7 @@ from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.shown_environment import environment_of, shown_scope
 from keyvault.admin.framework.sign_in import second_factor_url, set_locked
 from keyvault.admin.framework.step_up import factor_context, is_step_up_due, pass_step_up
-from keyvault.admin.framework.widgets import AttentionItem, Detail, Extras, FactTable, Line, Link, badge
+from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Line, Link
 from keyvault.domain.errors import (
     KeyvaultError,
     NotFoundError,
@@ -61,16 +62,6 @@ else:
 
 _GET = ("GET", "HEAD")
 _GET_AND_POST = (*_GET, "POST")
-
-_MAX_LINES = 5
-"""Maximum lines that the front page shows per attention item."""
-
-_MAX_ATTENTION_ROWS = 200
-"""Maximum rows that the front page counts per attention item."""
-
-_MAX_DECIDABLE = 50
-"""Maximum rows of an attention item that are read because the operator's decision on each is authorized."""
-
 
 _MAX_COUNTED = 10_000
 """Maximum rows that a list counts and paginates. Filters reach all rows."""
@@ -176,6 +167,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     environment_lookup: str | None = None
     """Column with a copy of the account's environment, with which an index of the list begins. None: there is none."""
 
+    id_pattern = ""
+    """Form of the ids by which the console's search finds a row; empty: it finds none by id."""
+
     has_environments = True
     """Whether the switch of the environment limits the list. A model of the installation has none."""
 
@@ -216,7 +210,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the tab of the list in the menu, if the operator may view it."""
         if not self.has_module_permission(request):
             return None
-        return Tab(self.plural, self.list_url(), request.path, self.attention_count(request))
+        return Tab(self.plural, self.list_url(), request.path)
 
     def account_of(self, row: Any) -> Account | None:
         """Return the account that a grant for the row applies to; None for the platform."""
@@ -230,13 +224,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the person who requested the row, if a second person must approve it."""
         return None
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
-        """Return the items of this model that the front page shows to the operator."""
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
+        """Return the items of this model that the overview shows to the operator; the menu counts the urgent ones."""
         return ()
-
-    def attention_count(self, request: HttpRequest) -> str:
-        """Return the number of unseen rows, for the sidebar; empty: there are none."""
-        return ""
 
     def line_of(self, row: Any) -> Line:
         """Return the line of a row on the front page."""
@@ -245,6 +235,18 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
         """Return what the template of the list shows beside the rows."""
         return {"title": self.plural, "plural": self.plural, "create_links": self._offered_links(request)}
+
+    def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:
+        """Return the rows that the console's search finds, each selection by an index: by default the row of an id."""
+        if self.id_pattern and re.fullmatch(self.id_pattern, word):
+            yield self.get_queryset(request).order_by().filter(pk=word)
+
+    def find_hits(self, request: HttpRequest, ids: list[str]) -> list[Any]:
+        return list(self.get_queryset(request).filter(pk__in=ids))
+
+    def hit_of(self, row: Any) -> Line:
+        """Return a row as the search shows it."""
+        return Line(self.url_of(row), self.name_of(row), "")
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         """Return what this model admin adds to the page of another model's row."""
@@ -317,13 +319,13 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def _detail_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.find_row(request, object_id)
         detail = self.detail(request, row)
+        in_banner = {button.url for button in detail.banner.buttons} if detail.banner else set()
         others = [other for other in self.admin_site._registry.values() if isinstance(other, ConsoleModelAdmin)]
         extras = [extra for other in others if (extra := other.extras_for(request, row)) is not None]
         context = {
             "title": detail.title,
             "singular": self.singular,
             "detail": detail,
-            "state_badge": badge(detail.state) if detail.state else "",
             "stepper": Stepper(detail.steps) if detail.steps else None,
             "page_environment": self._environment_of(row),
             "sections": [*detail.sections, *(section for extra in extras for section in extra.sections)],
@@ -334,9 +336,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "actions": [
                 {"action": action, "url": self.url_of(row, action.name)}
                 for action in self.row_actions
-                if self._is_offered(request, action, row)
+                if self._is_offered(request, action, row) and self.url_of(row, action.name) not in in_banner
             ],
-            "crumbs": self._crumbs(),
+            "crumbs": [*self._crumbs(), *detail.crumbs],
         }
         return live_page(self.admin_site, request, "detail", context, seconds=detail.refresh_seconds)
 
@@ -498,9 +500,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         )
 
     def _is_offered(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
-        return self._is_available(request, action, row) and self._may_on(request, action.permission, row)
+        return self._is_available(request, action, row) and self.may_on(request, action.permission, row)
 
-    def _may_on(self, request: HttpRequest, permission: Permission, row: Any) -> bool:
+    def may_on(self, request: HttpRequest, permission: Permission, row: Any) -> bool:
         return may(
             request,
             permission,
@@ -527,27 +529,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def _create_link(self, action: CreateAction) -> Link:
         return Link(action.label, reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_{action.name}"))
 
-    def list_decidable(self, request: HttpRequest, permission: Permission, rows: QuerySet[Any]) -> list[Any]:
-        """Return the first rows that the operator may decide on, as second person where one is required."""
-        if operation(permission).second_person:
-            # Otherwise many requests of the operator would hide the others.
-            rows = rows.exclude(requester_person=operator_of(request).person)
-        found = rows.filter(pk__in=_first_ids(rows, _MAX_DECIDABLE + 1))
-        return [row for row in found if self._may_on(request, permission, row)]
-
-    def attention_item(
-        self, title: str, rows: QuerySet[Any] | list[Any], query: str, tone: str = "plain"
-    ) -> AttentionItem:
-        """Build the attention item for these rows; `query` filters the list that it links to."""
-        if isinstance(rows, list):
-            shown, found, most = rows[:_MAX_LINES], len(rows), _MAX_DECIDABLE
-        else:
-            ids = _first_ids(rows, _MAX_ATTENTION_ROWS + 1)
-            shown = list(rows.filter(pk__in=ids[:_MAX_LINES])) if ids else []
-            found, most = len(ids), _MAX_ATTENTION_ROWS
-        lines = [self.line_of(row) for row in shown]
-        count = min(found, most)
-        return AttentionItem(title, self.list_url(query), count, lines, tone, has_more=found > count)
+    def attention(self, title: str, rows: QuerySet[Any], query: str, tone: str = "plain", **options: Any) -> Attention:
+        """Return an attention item of these rows; `query` filters the list that it links to. `options`: its others."""
+        return Attention(self, title, rows, query, tone, **options)
 
     def create_links(self, request: HttpRequest) -> list[Link]:
         """Return links to the create actions that the operator may use, for the front page."""
@@ -590,17 +574,6 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "crumbs": self._crumbs(),
             "back": Link(self.plural, self.list_url()),
         }
-
-
-def format_count(rows: QuerySet[Any]) -> str:
-    """Format the number of rows, which is counted up to a maximum; empty: there are none."""
-    count = len(_first_ids(rows.order_by(), _MAX_ATTENTION_ROWS + 1))
-    return f"{_MAX_ATTENTION_ROWS}+" if count > _MAX_ATTENTION_ROWS else str(count or "")
-
-
-def _first_ids(rows: QuerySet[Any], limit: int) -> list[Any]:
-    """Return the ids of the first rows, without `select_related`: the database may join all rows before it sorts."""
-    return list(rows.values_list("pk", flat=True)[:limit])
 
 
 def _form(request: HttpRequest, action: RowAction | CreateAction, *args: Any, **options: Any) -> ActionForm:

@@ -1,7 +1,7 @@
 """HTML for the values on console pages: states, times, ids and links. This module escapes every value."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -14,20 +14,28 @@ NOTHING = "none"
 
 @dataclass(frozen=True, slots=True)
 class FactTable:
-    """Labels with values. A value is text, which the template escapes, or HTML from this module."""
+    """Labels with values. A value is text, which the template escapes, or HTML from this module.
+
+    `aside`: text or HTML in the head of the card.
+    """
 
     title: str
     rows: Sequence[tuple[str, Any]]
+    aside: Any = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under column headings; `empty` is shown when there are no rows."""
+    """Rows of cells under column headings; `empty` is shown when there are no rows.
+
+    `aside`: text or HTML in the head of the card.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
     empty: str = "None."
+    aside: Any = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +56,25 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """Contents of the page of a row, except its actions. `alarms` and `notes` are plain text at the top."""
+    """Contents of the page of a row, except its actions. `alarms` and `notes` are plain text at the top.
+
+    Args:
+        sections: `FactTable`, `Table` or the components `Card`, `Columns` and `Fold`.
+        lead: text or HTML below the title.
+        banner: a `Banner`: what the page waits for. Its buttons are not repeated among the actions.
+        crumbs: links between the list and the row.
+    """
 
     title: str
     state: str
-    sections: Sequence[FactTable | Table]
+    sections: Sequence[Any]
     notes: Sequence[str] = ()
     alarms: Sequence[str] = ()
     steps: Sequence[Step] = ()
     refresh_seconds: int | None = None
+    lead: Any = ""
+    banner: Any = None
+    crumbs: Sequence[Link] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +82,7 @@ class Extras:
     """Links and sections that another model admin adds to the page of a row."""
 
     links: Sequence[Link] = ()
-    sections: Sequence[FactTable | Table] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionItem:
-    """Rows that need the operator's attention.
-
-    `lines` shows the first few. `count`: all of them, or the maximum that is counted, and then `has_more`.
-    """
-
-    title: str
-    url: str
-    count: int
-    lines: Sequence["Line"] = field(default_factory=tuple)
-    tone: str = "plain"
-    has_more: bool = False
+    sections: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)

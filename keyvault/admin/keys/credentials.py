@@ -1,39 +1,47 @@
 """Credentials in the console: viewed and restricted to networks; never edited."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model, QuerySet
+from django.db.models import Model, Prefetch, QuerySet
 from django.http import HttpRequest
-from django.utils.html import format_html_join
+from django.urls import reverse
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.accounts import account_link
+from keyvault.admin.framework.accounts import account_crumbs, account_link
 from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, VersionedForm
+from keyvault.admin.framework.activity import activity_cards
+from keyvault.admin.framework.charts import Sparkline
 from keyvault.admin.framework.columns import moment_column
+from keyvault.admin.framework.components import Columns
+from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
     Extras,
     FactTable,
+    Line,
     Table,
     badge,
+    identifier,
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.admin.keys.keys import key_link, use_of
+from keyvault.admin.keys.traffic import sparklines_of, traffic_card
 from keyvault.admin.merchants.provider_connections import place_rows
 from keyvault.domain.errors import Fault, RequestInvalidError
-from keyvault.domain.keys import KeyKind
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.domain.networks import MAX_NETWORKS
-from keyvault.models import Account, Credential
+from keyvault.models import Account, Credential, Key, Merchant
 from keyvault.models.keys import OriginHeader
 from keyvault.services.keys.credentials import find_delivery_location, restrict_credential
 
@@ -78,6 +86,7 @@ def _by_line(fault: Fault, networks: list[str]) -> Fault:
 class CredentialAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     menu, singular, plural = "Credentials", "Credential", "Credentials"
+    id_pattern = r"crd_[0-9A-Za-z]{20}"
     account_lookup = "account"
     environment_lookup = "account_environment"
     row_actions: tuple[RowAction, ...] = (
@@ -113,47 +122,100 @@ class CredentialAdmin(ConsoleModelAdmin):
     def account_of(self, row: Credential) -> Account:
         return row.account
 
+    def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:
+        yield from super().find_by_word(request, word)
+        yield self.get_queryset(request).order_by().filter(label__startswith=word)
+
+    def hit_of(self, row: Credential) -> Line:
+        return Line(self.url_of(row), row.label, f"{row.account} · {row.credential_id}")
+
     def summary(self, row: Credential) -> FactTable:
         return _facts(row)
 
     def detail(self, request: HttpRequest, row: Credential) -> Detail:
-        keys = row.keys.select_related("use").order_by("-created_at")
+        keys = list(row.keys.select_related("use").order_by("-created_at")[: _MAX_KEYS + 1])
+        chart, ids = traffic_card(keys), [row.credential_id, *(key.key_id for key in keys[:_MAX_KEYS])]
+        timeline = activity_cards(request, row.account, ids)
+        where = ", ".join(row.networks) if row.networks else "everywhere"
         return Detail(
-            title=f"{row.account} · {row.label}",
-            state=row.kind,
+            title=row.label or row.credential_id,
+            state=f"{row.kind}_key",
+            lead=format_html("{} · accepted from {}", identifier(row), where),
+            crumbs=account_crumbs(row.account),
             sections=[
-                _facts(row),
-                Table(
-                    "Keys",
-                    ["key id", "state", "activated (UTC)", "first used (UTC)", "last used (UTC)", "expires (UTC)"],
-                    [
-                        [
-                            key_link(key),
-                            badge(key.state),
-                            short_moment(key.activated_at),
-                            short_moment(use_of(key, "first_at"), missing="never"),
-                            short_moment(use_of(key, "last_at"), missing="never"),
-                            short_moment(key.expires_at, missing="never"),
-                        ]
-                        for key in keys
-                    ],
-                    empty="No keys yet. Keys appear here when they are issued.",
-                ),
+                Columns([chart or _keys_table(keys), *(timeline or [_facts(row)])]),
+                *([_keys_table(keys)] if chart else []),
+                *([_facts(row)] if timeline else []),
             ],
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """Add the credentials of an account to its page."""
-        if not isinstance(row, Account) or not self.has_view_permission(request):
+        """Add the credentials of an account, and those of both accounts of a merchant, to its page."""
+        if not isinstance(row, Account | Merchant) or not self.has_view_permission(request):
             return None
-        rows = self.get_queryset(request).filter(account=row).order_by("-created_at")[:50]
-        table = Table(
-            "Credentials",
-            ["credential", "kind", "label", "keys"],
-            [[link(self.url_of(item), item), item.kind, item.label, self.key_states(item)] for item in rows],
-            empty="No credentials yet. Request a key to create one.",
-        )
-        return Extras(sections=[table])
+        if isinstance(row, Account):
+            return Extras(sections=[_credentials_table(row, "Credentials")])
+        accounts = row.accounts.filter(in_scope(operator_of(request).scope, "pk")).order_by("environment")
+        return Extras(sections=[_credentials_table(each, f"Credentials in {each.environment}") for each in accounts])
+
+
+def _credentials_table(account: Account, title: str) -> Table:
+    """Return the newest credentials of an account with the age, expiry and uses of their newest usable keys."""
+    rows = Credential.objects.filter(account=account).prefetch_related(
+        Prefetch("keys", Key.objects.select_related("use").exclude(state__in=DEAD_STATES).order_by("-created_at"))
+    )
+    found = list(rows.order_by("-created_at")[: MAX_CREDENTIALS + 1])
+    newest = {row.pk: next(iter(row.keys.all()), None) for row in found[:MAX_CREDENTIALS]}
+    lines = sparklines_of([key.key_id for key in newest.values() if key is not None])
+    return Table(
+        f"{title}: the newest {MAX_CREDENTIALS}" if len(found) > MAX_CREDENTIALS else title,
+        ["credential", "kind", "keys", "issued", "expires", "last used", "last 24 h"],
+        [
+            [
+                link(reverse("admin:keyvault_credential_change", args=[row]), row.label or row),
+                row.kind,
+                format_html_join(" ", "{}", ((badge(key.state),) for key in row.keys.all())) or NOTHING,
+                *_newest_key_cells(newest[row.pk], lines),
+            ]
+            for row in found[:MAX_CREDENTIALS]
+        ],
+        empty="No credentials yet. Request a key to create one.",
+    )
+
+
+def _newest_key_cells(key: Key | None, lines: Mapping[str, Sparkline]) -> list[Any]:
+    if key is None:
+        return [NOTHING, NOTHING, NOTHING, ""]
+    times = (moment(key.activated_at), moment(key.expires_at, missing="never"))
+    return [*times, moment(use_of(key, "last_at"), missing="never"), lines[key.key_id]]
+
+
+MAX_CREDENTIALS = 20
+"""Maximum credentials that the page of an account or merchant lists, the newest."""
+
+_MAX_KEYS = 20
+"""Maximum keys that the page of a credential lists, the newest."""
+
+
+def _keys_table(keys: Sequence[Key]) -> Table:
+    title = "Keys" if len(keys) <= _MAX_KEYS else f"Keys: the newest {_MAX_KEYS}"
+    usable = sum(key.state == KeyState.ACTIVE for key in keys)
+    return Table(
+        title,
+        ["key id", "state", "issued", "last used", "expires"],
+        [
+            [
+                key_link(key),
+                badge(key.state),
+                moment(key.activated_at),
+                moment(use_of(key, "last_at"), missing="never"),
+                moment(key.expires_at, missing="never"),
+            ]
+            for key in keys[:_MAX_KEYS]
+        ],
+        empty="No keys yet. Keys appear here when they are issued.",
+        aside=f"{usable} are valid" if usable > 1 else "",
+    )
 
 
 def _facts(credential: Credential) -> FactTable:

@@ -6,13 +6,15 @@ from typing import Any
 
 from django import forms
 from django.db.models import QuerySet
+from django.db.models.functions import Substr
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.accounts import account_link
+from keyvault.admin.framework.accounts import account_crumbs, account_link
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -24,28 +26,34 @@ from keyvault.admin.framework.actions import (
     resume_action,
     run_service,
 )
+from keyvault.admin.framework.activity import activity_cards
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.components import Columns
 from keyvault.admin.framework.enforcement import may
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.pages import page
+from keyvault.admin.framework.pages import live_page
 from keyvault.admin.framework.widgets import (
-    AttentionItem,
     Detail,
     FactTable,
     Line,
     Link,
     badge,
+    identifier,
     link,
     moment,
     mono,
 )
 from keyvault.admin.keys.exposures import EXPOSED_FILTER, exposure_tables, exposures
 from keyvault.admin.keys.receipts import receipt_cell, receipt_detail, receipt_url
+from keyvault.admin.keys.traffic import traffic_card
 from keyvault.admin.keys.usage import use_facts, use_tables
 from keyvault.domain.errors import NotFoundError
+from keyvault.domain.ids import KEY_ID_DIGITS
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, can_transition
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Key, KeyUse
+from keyvault.models.keys import KEY_TAIL
 from keyvault.services.change_feed.receipts import find_receipt
 from keyvault.services.keys.lifecycle import report_compromise, resume_key, revoke_key, suspend_key, usable_keys
 from keyvault.services.secrets.stored_copies import read_public_string
@@ -122,6 +130,7 @@ def _explain_revocation(key: Key) -> str:
 class KeyAdmin(ConsoleModelAdmin):
     view_permissions = (P.KEYS_READ,)
     menu, singular, plural = "Credentials", "Key", "Keys"
+    id_pattern = r"[0-9A-Za-z]{16}"
     account_lookup = "credential__account"
     environment_lookup = "account_environment"
     secret_views = (
@@ -215,7 +224,7 @@ class KeyAdmin(ConsoleModelAdmin):
         detail = receipt_detail(receipt, key_link(key), str(key.credential.account))
         crumbs = [*self._crumbs(), Link(self.name_of(key), self.url_of(key))]
         context = {"title": detail.title, "detail": detail, "sections": detail.sections, "crumbs": crumbs}
-        return page(self.admin_site, request, "detail", context)
+        return live_page(self.admin_site, request, "detail", context, seconds=detail.refresh_seconds)
 
     def account(self, key: Key) -> str:
         return str(key.credential.account)
@@ -231,19 +240,31 @@ class KeyAdmin(ConsoleModelAdmin):
     def account_of(self, row: Key) -> Account:
         return row.credential.account
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         """Return usable and suspended keys with a suspected exposure, for operators who may revoke keys."""
         if not may(request, P.KEYS_REVOKE):
             return
         living = self.get_queryset(request).exclude(state__in=DEAD_STATES)
         exposed = living.filter(pk__in=exposures().values("context__key"))
-        yield self.attention_item("Suspected exposures", exposed, "?exposed=lately", "alarm")
+        yield self.attention(
+            "Suspected exposures", exposed, "?exposed=lately", "alarm", one="Suspected exposure", button="Open key"
+        )
 
     def line_of(self, row: Key) -> Line:
         last = exposures().filter(context__key=row).select_related("context").first()
         how = "" if last is None else f", {last.context.get_outcome_display()}"
         about = f"{row.credential.account} · {row.credential.label}{how}"
         return Line(self.url_of(row), self.name_of(row), about, None if last is None else last.last_at)
+
+    def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:
+        """Find a key also by the end of its id, of which an index has the last characters."""
+        yield from super().find_by_word(request, word)
+        if KEY_TAIL <= len(word) < KEY_ID_DIGITS and word.isalnum():
+            rows = self.get_queryset(request).order_by().annotate(tail=Substr("key_id", KEY_ID_DIGITS - KEY_TAIL + 1))
+            yield rows.filter(tail=word[-KEY_TAIL:], key_id__endswith=word)
+
+    def hit_of(self, row: Key) -> Line:
+        return Line(self.url_of(row), row.key_id, f"{row.credential.account} · {row.credential.label} · {row.state}")
 
     def summary(self, row: Key) -> FactTable:
         return FactTable(
@@ -260,28 +281,29 @@ class KeyAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Key) -> Detail:
         credential = row.credential
+        chart, timeline = traffic_card([row]), activity_cards(request, credential.account, [row.key_id])
+        facts = FactTable(
+            "Key",
+            [
+                ("Account", account_link(credential.account)),
+                ("Kind", f"{credential.kind} API key"),
+                ("Label", credential.label),
+                ("Copy in the secret backend", row.get_material_display()),
+                *_life(row),
+            ],
+        )
+        page = reverse("admin:keyvault_credential_change", args=[credential])
         return Detail(
-            title=f"Key {row}",
+            title=f"Key …{row.key_id[-6:]}",
             state=row.state,
+            lead=format_html("{} · credential {}", identifier(row), link(page, credential)),
+            crumbs=[*account_crumbs(credential.account), Link(credential.label or str(credential), page)],
             notes=list(_notes(row)),
             sections=[
-                FactTable(
-                    "Key",
-                    [
-                        ("Key id", mono(row)),
-                        (
-                            "Credential",
-                            link(reverse("admin:keyvault_credential_change", args=[credential]), credential),
-                        ),
-                        ("Account", account_link(credential.account)),
-                        ("Kind", f"{credential.kind} API key"),
-                        ("Label", credential.label),
-                        ("Copy in the secret backend", row.get_material_display()),
-                    ],
-                ),
-                FactTable("Lifecycle", list(_life(row))),
+                Columns([chart, facts] if chart else [facts, *timeline]),
                 *exposure_tables(row),
                 *use_tables(row),
+                *(timeline if chart else []),
             ],
         )
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Count, QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
+from django.utils.html import format_html
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -26,7 +27,9 @@ from keyvault.admin.framework.actions import (
     resume_action,
     run_service,
 )
+from keyvault.admin.framework.activity import activity_cards
 from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.components import Columns
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.scoping import in_scope
@@ -34,8 +37,9 @@ from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
     FactTable,
-    Table,
+    Line,
     badge,
+    identifier,
     link,
     moment,
     mono,
@@ -171,6 +175,15 @@ class MerchantAdmin(ConsoleModelAdmin):
     status_badge = badge_column("status", "status")
     created = moment_column("created (UTC)", "created_at")
 
+    def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:
+        """Find a merchant by the beginning of its id or of its name."""
+        rows = self.get_queryset(request).order_by()
+        yield rows.filter(pk__startswith=word.lower())
+        yield rows.filter(Q(name__startswith=word) | Q(name__startswith=word.capitalize()))
+
+    def hit_of(self, row: Merchant) -> Line:
+        return Line(self.url_of(row), row.name, row.merchant_id)
+
     def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
         return rows if scope.merchants is None else rows.filter(pk__in=scope.merchants)
 
@@ -193,28 +206,36 @@ class MerchantAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: Merchant) -> Detail:
         scope = operator_of(request).scope
         seen = row.accounts.filter(in_scope(scope, "pk"))
-        accounts = seen.annotate(count=Count("credentials")).order_by("environment")
+        accounts = list(seen.select_related("merchant").order_by("environment"))
+        activity = [
+            card
+            for account in accounts
+            for card in activity_cards(request, account, title=f"Activity in {account.environment}")
+        ]
         return Detail(
             title=row.name,
             state=row.status,
+            lead=format_html("{} · created {}", identifier(row), moment(row.created_at)),
             notes=list(_notes(row, is_counted=scope.covers(scope_of_merchant(row)))),
             sections=[
-                FactTable("Merchant", [("Merchant id", mono(row)), ("Created", moment(row.created_at))]),
-                Table(
-                    "Accounts",
-                    ["environment", "status", "base URL", "credentials"],
-                    [
-                        [
-                            link(reverse("admin:keyvault_account_change", args=[account.pk]), account.environment),
-                            badge(row.status if _is_offboarded(row) else account.status),
-                            mono(BASE_URLS[Environment(account.environment)]),
-                            account.count,
-                        ]
-                        for account in accounts
-                    ],
-                ),
+                Columns([_account_facts(account) for account in accounts], are_even=True),
+                *([Columns(activity, are_even=True)] if activity else []),
             ],
         )
+
+
+def _account_facts(account: Account) -> FactTable:
+    page = reverse("admin:keyvault_account_change", args=[account.pk])
+    status = account.merchant.status if _is_offboarded(account.merchant) else account.status
+    return FactTable(
+        account.environment.capitalize(),
+        [
+            ("Status", badge(status)),
+            ("Base URL", mono(BASE_URLS[Environment(account.environment)])),
+            ("Limit", _limit(account)),
+        ],
+        aside=link(page, f"{account.environment} account"),
+    )
 
 
 def _merchant_note(merchant: Merchant) -> str:

@@ -12,6 +12,7 @@ from django.urls import reverse
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.actions import RowAction, run_service
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import (
@@ -24,7 +25,7 @@ from keyvault.admin.framework.four_eyes import (
     undecided_notes,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.widgets import NOTHING, AttentionItem, Detail, FactTable, Line, link, moment, mono
+from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Line, link, moment, mono
 from keyvault.admin.operators.operators import format_others, format_roles
 from keyvault.models import OperatorChange, OperatorChangeKind, OperatorChangeState
 from keyvault.services.operator_changes import (
@@ -69,6 +70,7 @@ def _explain(change: OperatorChange) -> str:
 class OperatorChangeAdmin(ConsoleModelAdmin):
     view_permissions = (P.OPERATORS_READ,)
     menu, singular, plural = "Operators", "Operator change", "Operator changes"
+    id_pattern = r"opc_[0-9A-Za-z]{20}"
     has_environments = False
     row_actions = (
         approve_action(
@@ -167,16 +169,16 @@ class OperatorChangeAdmin(ConsoleModelAdmin):
         is_concerned = row.operator_person == operator_of(request).person
         return super()._is_available(request, action, row) and not (is_concerned and action.name == "approve")
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         me = operator_of(request).person
         waiting = list_undecided(datetime.now(UTC)).select_related("operator", "requester")
         where = f"?state__exact={S.AWAITING_APPROVAL}"
         if may(request, P.OPERATORS_APPROVE):
-            others = self.list_decidable(request, P.OPERATORS_APPROVE, waiting.exclude(operator_person=me))
-            yield self.attention_item("Changes of operators to approve", others, where, "action")
+            others = waiting.exclude(operator_person=me)
+            yield self.attention("Changes of operators to approve", others, where, "action", decide=P.OPERATORS_APPROVE)
         if may(request, P.OPERATORS_WRITE):
             mine = waiting.filter(requester_person=me)
-            yield self.attention_item("Your changes of operators awaiting approval", mine, where)
+            yield self.attention("Your changes of operators awaiting approval", mine, where)
 
     def line_of(self, row: OperatorChange) -> Line:
         return Line(self.url_of(row), self.name_of(row), f"requested by {requester_name(row)}", row.created_at)

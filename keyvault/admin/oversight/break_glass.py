@@ -15,6 +15,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, Tone, VersionedForm, run_service
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
@@ -22,7 +23,6 @@ from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.subject_pages import find_page
 from keyvault.admin.framework.widgets import (
     NOTHING,
-    AttentionItem,
     Detail,
     FactTable,
     Line,
@@ -171,18 +171,20 @@ class BreakGlassAdmin(ConsoleModelAdmin):
         operator, is_own = operator_of(request), action.name in {"confirm", "disown"}
         return _find_fault(row, operator) is None and is_own == may_confirm(row, operator.person)
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         """Return the unreviewed actions that wait for the reviewer, and all of them for auditors."""
         rows = self.get_queryset(request).filter(reviewed_at__isnull=True).order_by("created_at")
         if may(request, P.BREAK_GLASS_REVIEW):
             person = operator_of(request).person
             rows = rows.exclude(excluded_persons__contains=person).exclude(first_reviewer_person=person)
             claims = rows.filter(is_claimed=True, person=person)
-            yield self.attention_item("Was this you? Approvals in your name", claims, "?review=open", "action")
-            others = self.list_decidable(request, P.BREAK_GLASS_REVIEW, rows.exclude(person=person))
-            yield self.attention_item("Break-glass actions to review", others, "?review=open", "action")
+            yield self.attention("Was this you? Approvals in your name", claims, "?review=open", "action")
+            others = rows.exclude(person=person)
+            yield self.attention(
+                "Break-glass actions to review", others, "?review=open", "action", decide=P.BREAK_GLASS_REVIEW
+            )
         else:
-            yield self.attention_item("Break-glass actions not reviewed yet", rows, "?review=open")
+            yield self.attention("Break-glass actions not reviewed yet", rows, "?review=open")
 
     def line_of(self, row: BreakGlass) -> Line:
         return Line(self.url_of(row), str(row), f"{_by(row)} {row.operator.username}", row.created_at)

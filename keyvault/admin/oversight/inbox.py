@@ -22,14 +22,14 @@ from keyvault.admin.framework.actions import (
     RowAction,
     run_service,
 )
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.filters import state_filter
-from keyvault.admin.framework.model_admin import ConsoleModelAdmin, format_count
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.subject_pages import find_noun, find_page
 from keyvault.admin.framework.widgets import (
     NOTHING,
-    AttentionItem,
     Detail,
     FactTable,
     Line,
@@ -137,12 +137,9 @@ class NoticeAdmin(ConsoleModelAdmin):
         """Return nothing: an operator must open the inbox before marking alarms as seen."""
         return []
 
-    def attention_items(self, request: HttpRequest) -> Iterable[AttentionItem]:
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         unseen = self._in_scope(request, list_unseen()).select_related("account__merchant").order_by("-created_at")
-        yield self.attention_item("Unseen alarms", unseen, "?what=unseen", "alarm")
-
-    def attention_count(self, request: HttpRequest) -> str:
-        return format_count(self._in_scope(request, list_unseen()))
+        yield self.attention("Unseen alarms", unseen, "?what=unseen", "alarm", one="Alarm", button="Open alarm")
 
     def line_of(self, row: Notice) -> Line:
         return Line(

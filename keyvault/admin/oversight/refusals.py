@@ -34,6 +34,7 @@ _BY_CODE = {code.value: Q(code=code.value) for code in ErrorCode}
 class RefusalAdmin(ConsoleModelAdmin):
     view_permissions = (P.VERDICTS_EXPLAIN,)
     menu, singular, plural = "Explain a denial", "Refusal", "Refusals"
+    id_pattern = r"[0-9A-Za-z._~-]{16,32}"
     change_list_template = "console/change_list_more.html"
 
     list_display = ("request_id", "when", "code", "endpoint", "key")

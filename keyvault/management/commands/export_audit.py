@@ -1,4 +1,4 @@
-"""Export the audit log as JSON lines for the auditor's checker (`keyvault.client.audit_check`)."""
+"""Export the audit log as JSON lines for the auditor's checker (`keyvault_client.audit_check`)."""
 
 from argparse import ArgumentTypeError
 from datetime import UTC, datetime

@@ -305,16 +305,19 @@ def find_last(key_id: str, outcomes: Collection[UseOutcome] = SIGNS_OF_LIFE) -> 
 def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
     """Return the sources that tried to use a key since it was suspended, the latest first.
 
-    At most _MAX_ATTEMPTS known ones and as many unknown ones; never all of one kind instead of the other.
+    At most _MAX_ATTEMPTS known ones and as many unknown ones; never all of one kind instead of the other. Of the
+    sources in `KeySource` only the latest MAX_SOURCES and OTHERS are read.
     """
     tried_at, unknown_at = _find_attempt(key_id)
     if tried_at is None or tried_at < since:
         return []  # the usual case, without the searches for sources
-    refused, was_used = KeySource.objects.filter(key=key_id, refused_at__gte=since), _is_known(since)
-    found: list[UseAttempt] = []
-    for is_known, rows in ((True, refused.filter(was_used)), (False, refused.exclude(was_used))):
-        latest = rows.order_by("-refused_at").values_list("name", "refused_at")[:_MAX_ATTEMPTS]
-        found += [UseAttempt(name, at, is_known) for name, at in latest]
+    refused = KeySource.objects.filter(key=key_id, refused_at__gte=since)
+    columns = refused.annotate(is_known=_is_known(since)).values_list("name", "refused_at", "is_known")
+    latest = list(columns.order_by("-refused_at")[:MAX_SOURCES])
+    if len(latest) == MAX_SOURCES:
+        # Many sources in one row, so it must not be missing.
+        latest += [each for each in columns.filter(name=OTHERS) if each not in latest]
+    found = [UseAttempt(name, at, bool(is_known)) for name, at, is_known in latest]
     if unknown_at is not None and unknown_at >= since:
         found += _list_unknown(key_id, since) or [UseAttempt(OTHERS, unknown_at, is_known=False)]
     found.sort(key=lambda attempt: attempt.source)

@@ -10,7 +10,7 @@ from keyvault.domain.timestamps import format_timestamp
 from keyvault.services.usage.reports import MAX_USERS, has_more_users, list_users
 from rotation.domain.events import RotationState
 from rotation.domain.silence import AwaitedSource
-from rotation.domain.states import CLOSED, Move, list_awaited_sources, next_step
+from rotation.domain.states import CLOSED, Move, Wait, list_awaited_sources, next_step
 from rotation.models import Rotation
 from rotation.services.rotations.facts import gather_facts
 
@@ -20,7 +20,7 @@ S = RotationState
 def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
     """Describe the rotation for the API, the console and the command line, without any secret."""
     plan = rotation.readable_plan
-    waiting_for, awaited = find_waits(rotation, now)
+    waiting_for, awaited, _ = find_waits(rotation, now)
     return {
         **summarize(rotation),
         "waiting_for": waiting_for,
@@ -86,15 +86,21 @@ MAX_AWAITED = 50
 """Maximum sources shown that a rotation waits for, the latest first."""
 
 
-def find_waits(rotation: Rotation, now: datetime) -> tuple[str | None, list[AwaitedSource]]:
-    """Return what the rotation waits for, and the sources whose silence it awaits, also while it is stalled."""
+def find_waits(rotation: Rotation, now: datetime) -> tuple[str | None, list[AwaitedSource], datetime | None]:
+    """Return what the rotation waits for, the sources whose silence it awaits, and when the wait ends by itself.
+
+    The sources are found while it is stalled, too. No time: the wait ends with an event.
+    """
     if rotation.current_state in CLOSED:
-        return None, []
+        return None, [], None
     if rotation.readable_plan is None:
-        return "a release that can read its plan", []
+        return "a release that can read its plan", [], None
     facts = gather_facts(rotation, now)
     step = next_step(facts, now)
-    return "its next turn" if isinstance(step, Move) else step.waiting_for, list_awaited_sources(facts)
+    awaited = list_awaited_sources(facts)
+    if isinstance(step, Move):
+        return "its next turn", awaited, None
+    return step.waiting_for, awaited, step.until if isinstance(step, Wait) else None
 
 
 def get_rotation(rotation_id: str) -> Rotation:

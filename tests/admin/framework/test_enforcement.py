@@ -72,6 +72,8 @@ RECIPIENT = "3p7bfXt9wbTTW2HC7OQ1Nz-DQ8hbeGdNrfx-FG-IK08"
 
 MATRIX: dict[str, frozenset[P]] = {
     "index": ANY_ROLE,
+    "search": ANY_ROLE,
+    "environment": ANY_ROLE,
     "everything else": ANY_ROLE,
     "second_factors": ANY_ROLE,
     "add_totp": ANY_ROLE,

@@ -28,8 +28,6 @@ from tests.clocks import Clock
 from tests.factories import approve, grant, issue, issue_request, make_operator, now, on_host, request_key
 from tests.rotation.campaigning import asked as request_campaign
 
-pytestmark = pytest.mark.database
-
 DECIDING = frozenset({P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.BREAK_GLASS_REVIEW, P.OPERATORS_APPROVE})
 """Permissions to decide on a request. A rejection needs no second person."""
 
@@ -116,11 +114,11 @@ def deciding_actions() -> dict[str, Any]:
 BOUND = [case for case in CASES if issubclass(deciding_actions()[str(case.values[0])].form, ApproveForm)]
 
 
+@pytest.mark.database
 def test_every_action_that_takes_a_second_person_is_in_the_table() -> None:
     assert set(deciding_actions()) == set(ROWS)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(("page", "make"), CASES)
 def test_action_by_any_operator_of_the_requester_is_refused(desk: Desk, page: str, make: Any) -> None:
     """Four eyes are two persons': neither a role that may do both, nor another log-in of the same person, counts."""
@@ -142,7 +140,6 @@ def test_action_by_any_operator_of_the_requester_is_refused(desk: Desk, page: st
     assert browser(desk.approver).get(url).status_code == 409
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(("page", "make"), BOUND)
 def test_approval_is_bound_to_the_digest_that_was_shown(desk: Desk, page: str, make: Any) -> None:
     """An approval covers exactly what the page showed: the form contains the digest, and another digest is refused."""

@@ -13,8 +13,6 @@ from tests.admin.desk import Desk, address, browser, hidden, text_of
 from tests.factories import grant, issue, now
 from tests.verifiers import confirm, fall_silent, make_verifier
 
-pytestmark = pytest.mark.database
-
 
 def fresh(key: Key) -> Key:
     found = get_key(key.pk)
@@ -26,6 +24,7 @@ def last_entry() -> AuditEntry:
     return AuditEntry.objects.latest("id")
 
 
+@pytest.mark.database
 def test_key_revoked_with_a_reason_never_verifies_again(desk: Desk) -> None:
     """The reason is kept, the action is audited under the operator's name, and the verdict changes."""
     key, _ = issue(desk.production)
@@ -142,6 +141,7 @@ def test_key_page_offers_the_actions_of_the_role(desk: Desk) -> None:
     assert revoke not in text_of(browser(desk.tam).get(page))
 
 
+@pytest.mark.database
 def test_key_search_finds_it_by_its_id(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     other, _ = issue(desk.sandbox, label="other")

@@ -11,8 +11,6 @@ from keyvault.services.usage.recorder import UsageLog
 from tests.admin.desk import Desk, address, browser, text_of
 from tests.factories import issue
 
-pytestmark = pytest.mark.database
-
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 
 
@@ -26,6 +24,7 @@ def page(desk: Desk, key: Key) -> str:
     return text_of(browser(desk.auditor).get(address("keyvault_key_change", key.pk)))
 
 
+@pytest.mark.database
 def test_key_page_names_its_users_and_marks_probes(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     use(key, "192.0.2.1", UseOutcome.ALLOWED)

@@ -13,7 +13,7 @@ from keyvault.services.sessions.role_uses import role_uses
 from tests.admin.desk import Desk, address, browser, hidden, text_of
 from tests.factories import SANDBOX, make_operator
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,7 @@ def change_roles(desk: Desk, username: str, *roles: Role, by: Any = None) -> Any
     return client.post(page, fields)
 
 
+@pytest.mark.database
 def test_operator_role_is_requested_approved_and_applied_in_the_console(desk: Desk) -> None:
     answer = change_roles(desk, "tam", Role.TECHNICAL_ACCOUNT_MANAGER, Role.APPROVER)
     change = OperatorChange.objects.get()
@@ -82,6 +83,7 @@ def test_operator_change_is_rejected_or_withdrawn_in_the_console(desk: Desk) -> 
     assert "not needed" in text_of(browser(desk.admin).get(address("keyvault_operatorchange_change", rejected.pk)))
 
 
+@pytest.mark.database
 def test_operator_role_without_approval_applies_at_once_and_ends_sessions(desk: Desk) -> None:
     client = browser(desk.responder)
     assert change_roles(desk, "responder", Role.AUDITOR).status_code == 302

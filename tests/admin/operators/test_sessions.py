@@ -27,7 +27,7 @@ from tests.factories import PASSWORD, grant, issue, now
 LOGIN, FACTOR = "/admin/login/", "/admin/second-factor/"
 FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:128.0) Gecko/20100101 Firefox/128.0"
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def row_of(client: Client) -> ConsoleSession:
@@ -45,6 +45,7 @@ def grow_older(**age: float) -> None:
         )
 
 
+@pytest.mark.database
 def test_link_from_outside_leads_to_sign_in_and_then_to_the_page(desk: Desk) -> None:
     """An alarm's link opens its page after the sign-in, and opening it signed out writes no row."""
     key, _ = issue(desk.sandbox)
@@ -108,8 +109,8 @@ def test_sessions_page_lists_the_operators_own_and_marks_the_current_one(desk: D
     text = text_of(here.get(address("keyvault_consolesession_changelist")))
     assert "Firefox 128 on Linux" in text
     assert ("192.0.2.1" in text, "192.0.2.2" in text) == (True, True)
-    assert text.count('<span class="badge badge-current">') == 1
-    assert text.count('<span class="badge badge-active">') == 1
+    assert text.count('<span class="badge badge-current badge-good">') == 1
+    assert text.count('<span class="badge badge-active badge-good">') == 1
     assert row_of(other).pk not in text
     detail = address("keyvault_consolesession_change", row_of(here).pk)
     assert "Sign out to end it" in text_of(here.get(detail))

@@ -35,7 +35,7 @@ from tests.hotpath.conftest import Stage, revoke
 from tests.hotpath.priming import Clock, Primed, Still, decision, encode, masked, outside_the_loop, prime, prime_by
 from tests.services.recording.test_transaction import DRAFT
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db, pytest.mark.usefixtures("usage")]
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("usage")]
 
 
 ALLOWED = (200, "allowed")
@@ -56,6 +56,7 @@ def remember(primed: Primed, clock: Clock, stage: Stage) -> None:
     assert primed.from_memory
 
 
+@pytest.mark.database
 def test_engine_cache_distinguishes_the_header_from_the_body(stage: Stage) -> None:
     """Guarantee: a cached verdict belongs to the exact header and body, not to their concatenation."""
     primed, clock = prime(), Clock()
@@ -383,6 +384,7 @@ def test_engine_key_requested_once_is_evicted_before_a_repeated_one(stage: Stage
 # --- what is remembered -----------------------------------------------------------------------------------
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("kind", [KEY, TOKEN, RULES])
 def test_engine_reading_with_a_concurrent_change_is_not_cached(
     stage: Stage, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -417,6 +419,7 @@ def test_engine_reading_with_a_concurrent_change_is_not_cached(
     assert all(remembered.values())
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("is_read_anew", [False, True])
 def test_engine_judgement_with_a_concurrent_change_of_the_rules_is_not_cached(stage: Stage, is_read_anew: bool) -> None:
     """Guarantee: after an endpoint is withdrawn during a judgement, no later request for it is granted.
@@ -565,6 +568,7 @@ def test_engine_request_joins_no_reading_in_progress(stage: Stage) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.database
 def test_engine_concurrent_requests_share_one_reading(stage: Stage) -> None:
     texts = [stage.text] + [issue(account(), label=f"number {number}")[1].reveal() for number in range(3)]
 
@@ -622,6 +626,7 @@ MEANWHILE: dict[str, Callable[[Primed, Stage], None]] = {
 }
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("change", MEANWHILE)
 def test_engine_miss_with_a_concurrent_change_uses_its_own_reading_and_is_not_cached(stage: Stage, change: str) -> None:
     """Guarantee: each request has one reading of its key, which began after the request came and serves no other."""
@@ -664,6 +669,7 @@ def _unissued(stage: Stage) -> str:
     return text + checksum(text)
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("is_revoked", [False, True])
 def test_engine_miss_without_a_concurrent_change_is_cached(stage: Stage, is_revoked: bool) -> None:
     """The record that was read is cached, or the denial of a revoked key, and is not read again."""
@@ -755,7 +761,6 @@ def test_engine_request_abandoned_while_its_batch_is_answered_spends_nothing(
     asyncio.run(run())
 
 
-@pytest.mark.sqlite
 def test_engine_runs_at_most_one_reading_above_the_concurrency_limit(stage: Stage) -> None:
     """Requests that miss only a key, and requests that need more data, begin together."""
     texts = [
@@ -821,7 +826,6 @@ class BrokenStore(HeldStore):
         return await super().find(kind, ids)
 
 
-@pytest.mark.sqlite
 @pytest.mark.parametrize("breaks", ["asked", "reading"])
 def test_engine_store_with_a_bug_gives_every_waiting_request_a_500_and_reads_again(
     stage: Stage, breaks: str, caplog: pytest.LogCaptureFixture
@@ -960,6 +964,7 @@ def test_engine_repeated_grant_templates_take_no_more_memory(stage: Stage, monke
     assert len(plans.by_template) == len(primed.engine._grant_templates) == 1
 
 
+@pytest.mark.database
 def test_engine_key_of_concurrent_requests_is_cached_once(stage: Stage) -> None:
     primed = prime()
     remember_rules(primed, stage)

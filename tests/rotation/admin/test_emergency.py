@@ -179,7 +179,7 @@ def test_emergency_plan_is_true_for_a_dead_key(desk: Desk, how: str) -> None:
     assert rotation.state == S.EMERGENCY
     client = browser(desk.approver)
     page = text_of(client.get(address("rotation_rotation_change", rotation.pk)))
-    timeline = page.split('<ol class="steps">')[1].split("</ol>")[0]
+    timeline = page.split('<ol class="stepper">')[1].split("</ol>")[0]
     for state in ("overlap", "quarantine", "revoking"):
         assert state not in timeline
     for url in (

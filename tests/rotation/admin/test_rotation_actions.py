@@ -1,5 +1,6 @@
 """Actions on a rotation in the console: who may do them, in which state, and with which result."""
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_emergency_is_first_on_the_front_page_and_can_be_rejected(desk: Desk) ->
     assert "Emergency rotations to approve" in text_of(client.get("/admin/"))
     assert "Emergency rotations awaiting approval" in text_of(browser(desk.tam).get("/admin/"))
     shown = text_of(client.get(page(row)))
-    assert '<span class="step-label">emergency</span>' in shown
+    assert 'aria-current="step">emergency' in shown
     assert send(row, "reject", client, why="wrong credential").status_code == 302
     assert get_rotation(row.pk).state == S.REJECTED
     assert "Emergency rotations" not in text_of(client.get("/admin/")).split("No items:")[0]
@@ -146,7 +147,7 @@ def test_bypass_explains_itself_and_requires_a_reason(desk: Desk) -> None:
     client = browser(desk.responder)
     shown = text_of(client.get(page(row, "bypass")))
     assert "This is break-glass" in shown
-    assert "action-danger" in shown
+    assert "button-danger" in shown
     assert row.plan_digest in shown
     assert send(row, "bypass", client, reason="").status_code == 400
     assert send(row, "bypass", client, reason="  \t").status_code == 400
@@ -211,9 +212,9 @@ def test_roll_back_after_delivery_redelivers_the_old_key(desk: Desk) -> None:
         "active",
     )
     shown = text_of(client.get(page(row)))
-    assert '<span class="step-label">rolling back</span>' in shown
-    assert '<span class="step-label">rolled back</span>' in shown
-    assert "Users of the replacement" in shown
+    assert 'aria-current="step">rolling back' in shown
+    assert ">rolled back<" in shown
+    assert "Who still uses the replacement" in shown
     assert "Old key written back" in shown
 
 
@@ -281,18 +282,20 @@ def _quarantine(row: Rotation) -> None:
         )
 
 
-def test_page_lists_the_sources_that_the_rotation_waits_for(desk: Desk) -> None:
+def test_page_shows_which_sources_the_rotation_waits_for(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     allowed = grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox)
     row = request_rotation(allowed, key.credential, PlanOverrides(proof=Proof.ACK))
     advance_rotation(row.pk)
     scene.use(UsageLog(), row.predecessor_id, source="192.0.2.7")
-    assert "Sources that the rotation waits for" not in text_of(browser(desk.tam).get(page(row)))
+    assert "may still need the old key" not in text_of(browser(desk.tam).get(page(row)))
     scene.acknowledge_replacement(row.pk, now())
     advance_rotation(row.pk)
     assert get_rotation(row.pk).state == S.OVERLAP
-    listed = text_of(browser(desk.tam).get(page(row))).partition("Sources that the rotation waits for")[2]
-    assert "192.0.2.0/24 test" in listed.partition("Users of")[0]
+    shown = text_of(browser(desk.tam).get(page(row)))
+    assert "1 source may still need the old key" in shown
+    users = shown.partition("Who still uses the old key")[2].partition("</section>")[0]
+    assert re.search(r"192\.0\.2\.7.*silent <time", users, re.DOTALL)
 
 
 def test_confirmation_of_a_rotation_proved_by_traffic_is_not_offered(desk: Desk) -> None:
@@ -394,4 +397,4 @@ def test_text_of_users_is_escaped(desk: Desk) -> None:
     for url in pages:
         assert SCRIPT not in text_of(client.get(url)), url
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text_of(client.get(page(row)))
-    assert "Closed: &lt;script&gt;" in text_of(client.get(page(other)))
+    assert "Rejected.</strong> &lt;script&gt;" in text_of(client.get(page(other)))

@@ -148,8 +148,8 @@ def test_rotation_page_shows_its_wait_and_the_users_of_the_old_key(desk: Desk) -
     advance_rotation(row.pk)
     text = text_of(browser(desk.auditor).get(page))
     assert "Waiting for the merchant to acknowledge with the replacement, or an operator" in text
-    assert 'class="step step-current" aria-current="step"' in text
-    assert "Users of the old key" in text
+    assert 'class="step-current" aria-current="step"' in text
+    assert "Who still uses the old key" in text
     assert "stored as version" in text
 
 

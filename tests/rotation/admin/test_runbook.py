@@ -10,7 +10,7 @@ import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
-from keyvault.admin.framework.widgets import AttentionItem
+from keyvault.admin.framework.attention import AttentionItem
 from keyvault.backends.base import BackendDeniedError, Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.errors import StateConflictError
@@ -138,9 +138,12 @@ CAUSES: dict[str, tuple[Callable[[Clock, UsageLog], Rotation], set[Remedy]]] = {
 
 
 def remedy_of(page: str) -> str:
-    found = re.search(r"<h2>What to do: .*?</section>", page, re.DOTALL)
-    assert found is not None
-    return html.unescape(found[0])
+    """Return the banner, which says what happened and has the actions, and the steps of the runbook."""
+    banner = re.search(r'<section class="banner.*?</section>', page, re.DOTALL)
+    steps = re.search(r"<h2>What to do: .*?</section>", page, re.DOTALL)
+    assert banner is not None
+    assert steps is not None
+    return html.unescape(banner[0] + steps[0])
 
 
 def test_stall_of_every_kind_in_the_runbook_is_tested() -> None:
@@ -164,7 +167,7 @@ def test_stall_is_two_clicks_from_its_remedy(title: str, clock: Clock, verifier:
     case = Case(Delivery.SECRET_BACKEND, KeyKind.PRIVATE, has_old_key=True)
     advice = fit_advice(entry, case)
     assert all(step in advice_text for step in (advice.happened, *advice.steps))
-    links = dict(re.findall(r'<a href="([^"]*)">([^<]*)</a>', advice_text))
+    links = dict(re.findall(r'<a class="button" href="([^"]*)">([^<]*)</a>', advice_text))
     assert set(links.values()) == {REMEDY_LABELS[remedy] for remedy in expected}
     for url in links:
         assert client.get(url).status_code == 200, url

@@ -21,7 +21,7 @@ from tests.factories import make_operator, now
 from tests.rotation.campaigning import approved, asked, become, fresh, issued
 from tests.rotation.scene import approver, tam
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 C = CampaignState
 
@@ -39,6 +39,7 @@ def run(*arguments: str) -> Any:
     return json.loads(line)
 
 
+@pytest.mark.database
 def test_rotate_campaign_in_sandbox_runs_with_the_pace_and_plan_given(clock: Clock) -> None:
     issued(clock, 3)
     tam()
@@ -98,7 +99,6 @@ def test_rotate_campaign_with_a_refused_approval_is_canceled(clock: Clock) -> No
     assert Campaign.objects.get().state == C.CANCELLED
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -145,6 +145,7 @@ def test_watch_shows_bars_until_the_campaign_has_ended(clock: Clock) -> None:
     assert "2/2" in screen.getvalue()
 
 
+@pytest.mark.database
 def test_watch_interrupted_leaves_the_campaign_unchanged(clock: Clock) -> None:
     issued(clock, 1)
     campaign = asked(clock)

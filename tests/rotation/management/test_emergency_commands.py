@@ -17,7 +17,7 @@ from rotation.models import Rotation
 from rotation.services.rotations.reports import get_rotation
 from tests.factories import PRODUCTION, SANDBOX, account, issue, make_merchant, make_operator
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,7 @@ class Run:
         self.answer: Any = json.loads(output.getvalue()) if output.getvalue() else None
 
 
+@pytest.mark.database
 def test_report_leak_revokes_keys_from_arguments_and_file(tmp_path: Path) -> None:
     made = [issue(account("acme")), issue(account("acme", PRODUCTION))]
     found = tmp_path / "leak.txt"

@@ -18,7 +18,7 @@ from tests.factories import now
 from tests.management.test_commands import run
 from tests.rotation import scene
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 ACME = ("--environment", "production", "--merchant", "acme")
 NIGHTS = '{"time_zone": "Europe/Berlin", "weekdays": [0, 1], "opens": "22:00", "closes": "04:00"}'
@@ -35,6 +35,7 @@ def set_schedule(*arguments: str, scope: tuple[str, ...] = ACME) -> dict[str, An
     return dict(run("set_schedule", *scope, *arguments, "--by", "tam"))
 
 
+@pytest.mark.database
 def test_set_schedule_creates_one_and_keeps_what_is_omitted() -> None:
     grant = authorize(scene.tam(), P.SCHEDULES_WRITE, now=now())
     save_calendar(grant, "freeze", [])
@@ -53,6 +54,7 @@ def test_set_schedule_creates_one_and_keeps_what_is_omitted() -> None:
     assert [each["scope"] for each in run("list_schedules")["schedules"]] == ["acme/production"]
 
 
+@pytest.mark.database
 def test_list_schedules_reads_any_number_of_them_with_the_same_queries() -> None:
     """Standing approvals and their approvals are read together, and not schedule by schedule."""
     counts = []
@@ -74,7 +76,6 @@ def test_set_schedule_for_one_credential_or_an_environment() -> None:
     assert RotationSchedule.objects.count() == 2
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("arguments", "because"),
     [
@@ -143,7 +144,6 @@ def test_set_calendar_creates_one_and_replaces_its_periods() -> None:
     assert run("set_calendar", "freeze", "--periods", "[]", "--by", "tam")["periods"] == []
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("periods", "because"),
     [("never", "not JSON"), ('[{"begins_at": "tomorrow"}]', "/periods"), ("{}", "/periods")],

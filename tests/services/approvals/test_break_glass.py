@@ -33,7 +33,7 @@ from tests.factories import (
 )
 from tests.services.conftest import Scene
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 CLAIMED_REQUEST = "requested on a command line, or with a token created on one, which does not prove an identity"
 
@@ -47,6 +47,7 @@ def bypass(scene: Scene) -> BreakGlass:
     return BreakGlass.objects.get()
 
 
+@pytest.mark.database
 def test_break_glass_is_reviewed_by_a_second_person(scene: Scene, bypass: BreakGlass) -> None:
     allowed = grant(scene.approver, P.BREAK_GLASS_REVIEW, requester_person=bypass.person)
     review_break_glass(allowed, bypass)
@@ -56,6 +57,7 @@ def test_break_glass_is_reviewed_by_a_second_person(scene: Scene, bypass: BreakG
         review_break_glass(allowed, stored)
 
 
+@pytest.mark.database
 def test_break_glass_reviewed_by_its_own_person_is_refused(scene: Scene, bypass: BreakGlass) -> None:
     """The grant refuses a review under a second login; a database constraint refuses it as well."""
     second_login = make_operator("tam-second-login", Role.KEY_ADMINISTRATOR, person=scene.tam.person)
@@ -113,6 +115,7 @@ def review(operator: OperatorPrincipal, act: BreakGlass) -> BreakGlass:
     return BreakGlass.objects.get(pk=act.pk)
 
 
+@pytest.mark.database
 def test_break_glass_reviewed_by_the_requester_is_refused(scene: Scene, claimed: BreakGlass) -> None:
     """One person with a shell cannot request, approve in another's name, and review, even with a second login."""
     second_login = make_operator("admin-second-login", Role.APPROVER, person=scene.admin.person)
@@ -147,6 +150,7 @@ def test_break_glass_claim_is_closed_by_the_claimed_approver_and_another(
     assert closed.reviewed_at is not None
 
 
+@pytest.mark.database
 def test_break_glass_claim_reviewed_by_the_claimed_approver_alone_is_refused_by_the_database(
     scene: Scene, claimed: BreakGlass
 ) -> None:
@@ -156,6 +160,7 @@ def test_break_glass_claim_reviewed_by_the_claimed_approver_alone_is_refused_by_
     assert BreakGlass.objects.get().reviewed_at is None
 
 
+@pytest.mark.database
 def test_break_glass_claim_is_closed_by_two_others(scene: Scene, claimed: BreakGlass) -> None:
     """One other person may be the one who entered the command; two logins of one person count once."""
     third, fourth = make_operator("third", Role.APPROVER), make_operator("fourth", Role.KEY_ADMINISTRATOR)

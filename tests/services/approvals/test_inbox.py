@@ -18,7 +18,7 @@ from tests.factories import grant, now
 from tests.services.conftest import Scene, make_scene
 from tests.services.racing import race
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 ALARM, INFO = NoticeKind.ROTATION_STALLED, NoticeKind.KEY_ISSUED
 
@@ -37,6 +37,7 @@ def last_entry() -> tuple[str, str, dict[str, object]]:
     return entry.event, entry.chain_id, json.loads(bytes(entry.body))["details"]
 
 
+@pytest.mark.database
 def test_inbox_shows_unseen_alarms_first_then_the_newest(scene: Scene) -> None:
     at = now()
     old, info, seen, new = (
@@ -107,6 +108,7 @@ def test_alarms_all_marked_takes_a_limited_number_per_transaction(
         mark_all_seen(allowed, at)
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_alarms_marked_by_two_operators_concurrently_are_marked_once() -> None:
     """The second operator gets a conflict and does not overwrite the first one's name."""

@@ -25,7 +25,7 @@ from tests.factories import SANDBOX, grant, issue, now
 from tests.services.conftest import Scene, make_scene
 from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def make_draft(name: str = "refunds.create", **fields: Any) -> EndpointDraft:
@@ -53,6 +53,7 @@ def denial_code(scene: Scene, key: Any) -> ErrorCode | None:
     return verdict.code if isinstance(verdict, Denial) else None
 
 
+@pytest.mark.database
 def test_endpoint_added_applies_to_the_next_request(scene: Scene) -> None:
     """An added endpoint needs no restart."""
     _, key = issue(scene.sandbox)

@@ -38,7 +38,7 @@ from tests.services.keys.test_lifecycle import verdict
 from tests.services.racing import race
 from tests.services.rows import disable_triggers, dump_tables, last_body, last_ids, written_since
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 S = IssuanceState
 MOMENT = timedelta(microseconds=1)
@@ -132,6 +132,7 @@ def unseal(handover: Handover) -> Plaintext:
 # ---------------------------------------------------------------------------------------------------- requesting
 
 
+@pytest.mark.database
 def test_service_request_names_its_token_and_the_responsible_person(scene: Scene, requester: Requester) -> None:
     request = request_key_for(requester.service, scene.production)
     assert (request.requested_via, request.requester) == (requester.token, None)
@@ -151,6 +152,7 @@ def test_service_request_is_approved_by_an_operator_who_did_not_create_the_token
     assert approve(request, by=scene.approver).state == S.APPROVED
 
 
+@pytest.mark.database
 def test_service_request_with_a_changed_recipient_is_not_issued(scene: Scene, requester: Requester) -> None:
     """The recipient's public key is part of the approved plan."""
     other = encode(X25519PrivateKey.generate().public_key().public_bytes_raw())
@@ -167,6 +169,7 @@ def test_service_request_with_a_changed_recipient_is_not_issued(scene: Scene, re
     assert not Key.objects.exists()
 
 
+@pytest.mark.database
 def test_service_request_with_a_recipient_changed_after_issuance_is_not_handed_over(
     scene: Scene, requester: Requester
 ) -> None:
@@ -178,7 +181,6 @@ def test_service_request_with_a_recipient_changed_after_issuance_is_not_handed_o
         collect(requester.service, fresh(request))
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("delivery", "recipient", "pointer"),
     [
@@ -209,6 +211,7 @@ def test_service_request_to_show_a_production_key_is_refused(scene: Scene, reque
 # ------------------------------------------------------------------------------------------------- collecting
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("environment", list(Environment))
 def test_collection_of_a_sealed_key_is_opened_by_its_recipient_and_verifies(
     scene: Scene, requester: Requester, environment: Environment
@@ -500,6 +503,7 @@ def test_discard_revokes_a_suspended_key_and_keeps_a_revoked_one(scene: Scene, r
     assert fresh(request).state == S.BURNED
 
 
+@pytest.mark.database
 def test_discard_killed_midway_is_repeated(scene: Scene, requester: Requester, monkeypatch: pytest.MonkeyPatch) -> None:
     """The discard is one transaction; a killed worker leaves the request to the next sweep."""
     request = request_and_issue(requester.service, scene.sandbox, at=now() - COLLECT_WITHIN)
@@ -539,6 +543,7 @@ def _both(scene: Scene) -> tuple[Account, Account]:
 # ------------------------------------------------------------------------------------------------------ races
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_collection_by_eight_concurrent_callers_succeeds_once() -> None:
     scene = make_scene()
@@ -551,6 +556,7 @@ def test_collection_by_eight_concurrent_callers_succeeds_once() -> None:
         assert (len(handovers), others) == (1, {StateConflictError})
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_collection_concurrent_with_discard_has_one_outcome() -> None:
     """At the end of the period a key is either collected and active, or discarded and revoked."""

@@ -56,7 +56,7 @@ from tests.services.keys.test_lifecycle import verdict
 from tests.services.racing import race
 from tests.services.rows import changed_tables, disable_triggers, dump_tables, events_of, last_body
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 S = IssuanceState
 
@@ -80,6 +80,7 @@ def collect(scene: Scene, request: IssuanceRequest) -> Plaintext:
 # ---------------------------------------------------------------------------------------------------- lifecycle
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("kind", list(KeyKind))
 def test_issuance_in_production_needs_a_second_person_and_ends_with_one_collection(scene: Scene, kind: KeyKind) -> None:
     """Requested, approved by another person, issued, collected once; the key verifies from its issuance."""
@@ -222,6 +223,7 @@ def test_issuance_expired_request_is_not_approved_before_the_sweep(scene: Scene)
     assert fresh(request).state == S.PENDING
 
 
+@pytest.mark.database
 def test_issuance_request_expired_before_its_time_is_refused(scene: Scene) -> None:
     request = request_key(scene.production)
     at = request.created_at + REQUEST_LIFETIME - timedelta(microseconds=1)
@@ -229,7 +231,6 @@ def test_issuance_request_expired_before_its_time_is_refused(scene: Scene) -> No
         requests.expire_issuance(grant(WORKER, P.ISSUANCE_EXECUTE, scene.production, at=at), request)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("options", "pointer"),
     [
@@ -276,6 +277,7 @@ def test_issuance_approved_by_the_requester_with_a_grant_for_another_is_refused(
     assert_refused_without_change(lambda: requests.approve_issuance(misplaced, request, request.plan_digest))
 
 
+@pytest.mark.database
 def test_issuance_approved_by_the_requester_is_refused_by_the_database(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +324,7 @@ def test_issuance_approved_with_another_digest_is_refused(scene: Scene) -> None:
     assert fresh(request).state == S.PENDING
 
 
+@pytest.mark.database
 @pytest.mark.postgres_once
 @pytest.mark.parametrize(
     "changes",
@@ -369,7 +372,6 @@ def test_issuance_withdrawn_by_another_person_is_refused(scene: Scene) -> None:
         requests.withdraw_issuance(grant(scene.admin, P.ISSUANCE_WITHDRAW, scene.production), request)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("role", "allowed"),
     [
@@ -461,6 +463,7 @@ def test_issuance_collected_after_the_key_was_revoked_is_refused(scene: Scene) -
         collect(scene, fresh(request))
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_issuance_collected_by_eight_concurrent_callers_succeeds_once() -> None:
     scene = make_scene()
@@ -511,6 +514,7 @@ KILLS = {
 """Where the worker is killed, and the number of staged keys discarded for it."""
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("kill_at", KILLS)
 def test_issuance_killed_midway_is_completed_with_one_active_key(
     scene: Scene, kill_at: str, monkeypatch: pytest.MonkeyPatch
@@ -528,6 +532,7 @@ def test_issuance_killed_midway_is_completed_with_one_active_key(
     assert verdict(read_string(key)) is None
 
 
+@pytest.mark.database
 @pytest.mark.parametrize(
     "kills",
     [
@@ -556,6 +561,7 @@ def expire_leases() -> None:
     WorkLease.objects.update(until=None, due_at=None)
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("step", ["_stage", "store_string"])
 def test_issuance_by_a_worker_without_its_lease_records_nothing(
     scene: Scene, step: str, monkeypatch: pytest.MonkeyPatch
@@ -576,6 +582,7 @@ def test_issuance_by_a_worker_without_its_lease_records_nothing(
     assert Key.objects.filter(state="pre_activation").count() == Key.objects.count() == (step == "store_string")
 
 
+@pytest.mark.database
 def test_issuance_by_a_worker_without_its_lease_does_not_overwrite_the_active_key(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -658,6 +665,7 @@ def test_issuance_with_the_backend_down_completes_later(scene: Scene, monkeypatc
     ]
 
 
+@pytest.mark.database
 def test_issuance_over_a_foreign_version_stops_and_overwrites_nothing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -674,6 +682,7 @@ def test_issuance_over_a_foreign_version_stops_and_overwrites_nothing(
     assert not Key.objects.filter(state="active").exists()
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("kill_at", ["after _stage", "after store_string"])
 def test_issuance_withdrawn_after_a_killed_worker_leaves_no_key(
     scene: Scene, kill_at: str, monkeypatch: pytest.MonkeyPatch
@@ -715,6 +724,7 @@ def test_issuance_writes_to_its_own_account_chain_only(scene: Scene) -> None:
     assert "issuance.issued" in events_of("account:globex/sandbox")
 
 
+@pytest.mark.database
 def test_issuance_without_the_grant_writes_nothing(scene: Scene) -> None:
     wrong: Grant = grant(scene.admin, P.ISSUANCE_REQUEST, scene.production)
     before = dump_tables()

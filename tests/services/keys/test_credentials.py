@@ -18,7 +18,7 @@ from keyvault.services.verification.judging import VerificationRequest, judge_pr
 from tests.factories import SANDBOX, grant, issue, now
 from tests.services.conftest import Scene
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def restrict(scene: Scene, credential: Credential, *networks: str, origin: OriginHeader = OriginHeader.REFUSE) -> None:
@@ -38,6 +38,7 @@ def denial_code(text: Any, address: str | None = None, origin: str | None = None
     return verdict.code if isinstance(verdict, Denial) else None
 
 
+@pytest.mark.database
 def test_credential_restricted_to_networks_is_refused_elsewhere(scene: Scene) -> None:
     """The restriction applies from the next request, and also when the client address is unknown."""
     key, text = issue(scene.sandbox)
@@ -73,7 +74,6 @@ def test_credential_restricted_is_audited_with_old_and_new(scene: Scene) -> None
     assert details["new"] == {"networks": ["192.0.2.7/32"], "origin_header": "report"}
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     "text", ["", "x", "192.0.2.1/24", "192.0.2.0/33", "::ffff:192.0.2.0/120", "fe80::1%eth0", "0xc0000200", "1" * 99]
 )

@@ -21,7 +21,7 @@ from tests.services.keys.test_lifecycle import verdict
 from tests.services.rows import last_body
 from tests.services.tokens.test_customer_tokens import holder_of
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 SUPERSEDED = RevocationReason.SUPERSEDED
 
@@ -52,6 +52,7 @@ def report_own(scene: Scene, key: Key) -> None:
     lifecycle.revoke_own_key(grant(holder_of(key), P.KEYS_REVOKE_SELF, scene.sandbox), key)
 
 
+@pytest.mark.database
 def test_notice_of_an_issued_key_names_it_and_contains_no_secret(scene: Scene) -> None:
     """The payload holds ids and kinds only: no key material and no person."""
     key, text = issue(scene.sandbox)
@@ -168,6 +169,7 @@ def test_notice_of_a_failed_revocation_is_not_written(scene: Scene, monkeypatch:
     assert verdict(text) is ErrorCode.KEY_REVOKED
 
 
+@pytest.mark.database
 def test_notices_of_a_revocation_take_a_fixed_number_of_queries(scene: Scene) -> None:
     """The number of queries does not depend on the number of keys of the credential."""
     first, _ = issue(scene.sandbox)

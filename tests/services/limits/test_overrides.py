@@ -23,7 +23,7 @@ from tests.factories import PRODUCTION, SANDBOX, account, grant, make_merchant
 from tests.services.conftest import Scene, make_scene
 from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 NAME = "orders.retrieve"
 
@@ -46,6 +46,7 @@ def last_entry() -> tuple[str, str, dict[str, Any]]:
     return entry.event, entry.chain_id, json.loads(bytes(entry.body))["details"]
 
 
+@pytest.mark.database
 def test_account_limit_set_and_cleared_applies_and_is_audited(scene: Scene) -> None:
     set_for_account(scene, Limit(7, 60))
     assert account_limit_in_force(scene.sandbox) == (account_limit_in_force(account("acme")))
@@ -106,7 +107,6 @@ def test_endpoint_limit_cleared_when_absent_changes_nothing(scene: Scene) -> Non
     assert AuditEntry.objects.count() == entries
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", ["no.such", "credentials.revoke_self", ""])
 @pytest.mark.parametrize("limit", [Limit(5, 1), None])
 def test_endpoint_limit_of_an_unlimited_or_unknown_endpoint_is_refused(

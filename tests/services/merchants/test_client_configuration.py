@@ -22,7 +22,7 @@ from tests.factories import PRODUCTION, SANDBOX, account, grant, make_merchant
 from tests.services.conftest import Scene
 from tests.services.rows import last_body, last_ids, written_since
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 SHOP = "https://shop.example"
 
@@ -39,6 +39,7 @@ def list_origins(scene: Scene, *origins: str, place: Account | None = None) -> N
     set_allowed_origins(grant(scene.admin, P.MERCHANTS_WRITE, place), place, origins)
 
 
+@pytest.mark.database
 @pytest.mark.parametrize(
     "configuration",
     [{}, {"theme": "blue", "stores": [1, {"name": "Bücher"}], "beta": True, "note": None}, {"a": "x" * 16_376}],
@@ -54,7 +55,6 @@ def test_client_configuration_set_is_readable_and_audited_by_its_digest(
     assert len(last_body("account.client_configuration_set")["details"]["sha256"]) == 64
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     "configuration",
     [
@@ -89,7 +89,6 @@ def test_client_configuration_that_is_invalid_is_refused(scene: Scene, configura
     assert MAX_BYTES == 16_384
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     "configuration",
     [
@@ -134,7 +133,6 @@ def test_origins_listed_are_stored_once_in_lower_case(scene: Scene) -> None:
     assert account("acme", SANDBOX).allowed_origins == []
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("origin", ["*", "null", "https://*.example", "http://shop.example", f"{SHOP}/", ""])
 def test_origins_with_an_invalid_one_are_refused(scene: Scene, origin: str) -> None:
     with pytest.raises(RequestInvalidError) as refused:
@@ -192,7 +190,6 @@ def test_origin_of_a_suspended_account_or_merchant_is_not_listed(scene: Scene) -
     assert not is_listed_by_any_account(SHOP, SANDBOX)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(("seconds", "is_valid"), [(59, False), (60, True), (86_400, True), (86_401, False)])
 def test_customer_token_bound_outside_a_minute_to_a_day_is_refused(scene: Scene, seconds: int, is_valid: bool) -> None:
     allowed = grant(scene.admin, P.MERCHANTS_WRITE, scene.sandbox)

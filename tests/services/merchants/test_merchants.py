@@ -19,9 +19,10 @@ from tests.factories import PRODUCTION, grant, issue, make_merchant
 from tests.services.conftest import Scene
 from tests.services.keys.test_lifecycle import verdict
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
+@pytest.mark.database
 def test_merchant_created_has_an_account_and_a_chain_in_each_environment(scene: Scene) -> None:
     make_merchant("globex")
     environments = set(Account.objects.filter(merchant="globex").values_list("environment", flat=True))
@@ -40,7 +41,6 @@ def test_merchant_created_twice_is_refused(scene: Scene) -> None:
     assert Merchant.objects.count() == 1
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("merchant_id", ["", "Acme", "-acme", "acme-", "a/b", "../x", "a" * 65, "acme\n", "ácme"])
 def test_merchant_id_that_is_not_a_slug_is_refused(db: None, merchant_id: str) -> None:
     """An id appears unescaped in URLs, chain names and labels."""
@@ -49,7 +49,6 @@ def test_merchant_id_that_is_not_a_slug_is_refused(db: None, merchant_id: str) -
     assert not Merchant.objects.exists()
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", ["", "x" * 201, "a\x00b", f"shop {mint()}"])
 def test_merchant_name_that_is_invalid_is_refused(db: None, name: str) -> None:
     """The service checks it, so both databases refuse the same names."""

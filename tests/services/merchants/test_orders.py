@@ -13,7 +13,7 @@ from tests.services.conftest import Scene
 from tests.services.rows import last_body, last_ids, written_since
 from tests.services.tokens.test_customer_tokens import holder_of
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def make_order(place: Account, customer_id: str | None = None, amount_minor: int = 1) -> Order:
@@ -23,6 +23,7 @@ def make_order(place: Account, customer_id: str | None = None, amount_minor: int
     return create_order(allowed, place, amount_minor=amount_minor, currency="EUR", customer_id=customer_id)
 
 
+@pytest.mark.database
 def test_order_created_writes_one_row_and_one_audit_entry(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     before = last_ids()
@@ -45,7 +46,6 @@ def test_order_created_writes_one_row_and_one_audit_entry(scene: Scene) -> None:
     }
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("amount_minor", "currency", "customer_id", "pointers"),
     [

@@ -24,7 +24,7 @@ from keyvault.services.sessions.second_factors import reset_second_factors
 from tests.factories import SANDBOX, cheap_password_hashes, grant, make_merchant, make_operator, now
 from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 ALL_SANDBOX = AccessScope(None, frozenset({SANDBOX}))
 
@@ -56,6 +56,7 @@ def make_enrolled(username: str, role: Role) -> None:
         prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), row_of(username))
 
 
+@pytest.mark.database
 def test_approving_persons_are_an_administrator_and_another_person() -> None:
     admin = make_operator("admin", Role.KEY_ADMINISTRATOR)
     assert not has_two_approving_persons()

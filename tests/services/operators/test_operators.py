@@ -33,14 +33,14 @@ from tests.services.conftest import Scene
 from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 from tests.services.rows import dump_tables
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
+@pytest.mark.database
 def test_roles_equal_the_groups_of_the_migration(db: None) -> None:
     assert set(Group.objects.values_list("name", flat=True)) == {role.value for role in Role}
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("role", list(Role))
 def test_operator_principal_holds_the_permissions_of_its_roles(db: None, role: Role) -> None:
     operator = make_operator("operator", role)
@@ -103,6 +103,7 @@ def test_operator_with_a_weak_password_is_refused(db: None, password: str) -> No
     assert not Operator.objects.exists()
 
 
+@pytest.mark.database
 def test_operator_password_reset_ends_sessions_and_stores_no_plaintext(db: None) -> None:
     make_operator("tam", Role.AUDITOR)
     row = Operator.objects.get()
@@ -142,6 +143,7 @@ def test_operator_is_created_with_its_scope(db: None) -> None:
     assert created["scope"] == {"merchants": ["acme"], "environments": ["sandbox"]}
 
 
+@pytest.mark.database
 def test_operator_is_linked_to_a_person_before_it_has_a_scope_only(db: None) -> None:
     """What an operator requested or approved stays under the person that it then had."""
     tam = make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
@@ -181,7 +183,6 @@ def test_operator_scope_is_replaced_audited_and_ends_sessions(db: None) -> None:
     assert operator_principal(Operator.objects.get()).scope == EVERYWHERE
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("scope", "pointer"),
     [

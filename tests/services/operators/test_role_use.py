@@ -14,9 +14,10 @@ from keyvault.services.operators.operators import set_roles
 from keyvault.services.operators.role_use import UNUSED_AFTER, find_used_roles, is_unused, replace_role_uses, write_uses
 from tests.factories import grant, make_operator, now
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
+@pytest.mark.database
 @pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("permissions", "roles"),
@@ -34,6 +35,7 @@ def test_role_use_counts_for_the_roles_that_permit_it(permissions: list[P], role
     assert find_used_roles(make_operator("tam", Role.APPROVER, Role.AUDITOR), permissions) == roles
 
 
+@pytest.mark.database
 def test_role_use_is_written_once_a_day(django_assert_num_queries: Any) -> None:
     make_operator("tam", Role.AUDITOR)
     first = now()

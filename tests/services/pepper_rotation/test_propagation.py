@@ -28,7 +28,7 @@ from tests.services.peppering import isolated_peppers, rehash, retire, rotate
 from tests.services.racing import race
 from tests.services.rows import disable_triggers
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 SANDBOX, PRODUCTION = PepperSet.SANDBOX, PepperSet.PRODUCTION
 
@@ -54,6 +54,7 @@ def hashing_version() -> int:
     return load_peppers(SANDBOX).current_version
 
 
+@pytest.mark.database
 def test_process_without_the_backend_delays_the_new_pepper_and_refuses_no_key(scene: Scene) -> None:
     """Of two processes, one cannot reach the secret backend.
 
@@ -152,6 +153,7 @@ def test_process_learns_from_the_database_that_a_pepper_is_in_use(scene: Scene) 
     assert idle(SANDBOX).current_version == 2
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_pepper_taken_into_use_by_concurrent_workers_is_recorded_once(isolated_keystore: None) -> None:
     have_peppers()

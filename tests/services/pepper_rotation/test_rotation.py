@@ -48,7 +48,7 @@ from tests.services.racing import race
 from tests.services.rows import disable_triggers
 from tests.services.tokens.test_customer_tokens import holder_of
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 SANDBOX, PRODUCTION, SERVICE = PepperSet.SANDBOX, PepperSet.PRODUCTION, PepperSet.SERVICE
 
@@ -73,6 +73,7 @@ def stored_versions(pepper_set: PepperSet = SANDBOX) -> list[StoredVersion]:
 # ----------------------------------------------------------------------------------------------- rotation
 
 
+@pytest.mark.database
 def test_pepper_rotated_is_loaded_first_and_used_after_the_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process computes a digest that another process cannot verify yet."""
     have_peppers()
@@ -110,6 +111,7 @@ def test_pepper_rotated_during_a_propagation_is_refused() -> None:
     assert len(stored_versions()) == 2
 
 
+@pytest.mark.database
 def test_pepper_rotation_killed_before_its_row_is_continued(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between backend and row: the next run adopts the stored version and creates no other."""
 
@@ -127,6 +129,7 @@ def test_pepper_rotation_killed_before_its_row_is_continued(scene: Scene, monkey
     assert len(stored_versions()) == 2
 
 
+@pytest.mark.database
 def test_pepper_rotation_over_an_unknown_version_is_refused(scene: Scene) -> None:
     """A pepper written by another program is never used, because that program knows it."""
     foreign = Plaintext(base64.b64encode(bytes(32)).decode())
@@ -144,6 +147,7 @@ def test_pepper_rotation_of_an_unserved_set_is_refused() -> None:
         rotate_pepper(grant(HOST, Permission.PEPPERS_WRITE), PRODUCTION)
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_pepper_rotations_run_concurrently_create_one_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     have_peppers()
@@ -208,6 +212,7 @@ def test_process_without_the_backend_keeps_its_versions(scene: Scene, monkeypatc
     assert sorted(other(SANDBOX).versions) == [1, 2]
 
 
+@pytest.mark.database
 def test_process_skips_a_version_that_fails_its_check(scene: Scene) -> None:
     """It skips later versions too, and knows which ones it lacks."""
     other = PepperRing()
@@ -242,6 +247,7 @@ def test_key_of_an_unloaded_version_is_denied_as_stale(scene: Scene, monkeypatch
     assert key.pepper_version == 2
 
 
+@pytest.mark.database
 def test_process_with_missing_peppers_refreshes_at_most_once_a_second(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +312,7 @@ def test_pepper_destroyed_before_its_retention_period_is_refused(scene: Scene) -
     assert stored_versions()[0].state is VersionState.LIVE
 
 
+@pytest.mark.database
 def test_database_restored_from_before_a_retirement_verifies_its_keys(scene: Scene) -> None:
     """The material is kept, so the restored rows' digests still verify."""
     key, text = issue(scene.sandbox)
@@ -455,6 +462,7 @@ def test_webhook_secrets_of_an_environment_not_served_here_stay_as_they_are(scen
     assert sealed_versions(endpoint) == {1}
 
 
+@pytest.mark.database
 def test_key_staged_by_a_stale_process_with_a_retired_pepper_is_refused(scene: Scene) -> None:
     """A database trigger refuses the row, because its digest could never be verified."""
     before = load_peppers(SANDBOX)

@@ -40,7 +40,7 @@ from tests.factories import (
 from tests.rotation import scene
 from tests.rotation.steps import list_due, run_due
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 OTHER = {Environment.SANDBOX: Environment.PRODUCTION, Environment.PRODUCTION: Environment.SANDBOX}
 
@@ -82,6 +82,7 @@ def pinned(folder: Path, reads: set[str], served: Environment) -> Iterator[None]
         yield
 
 
+@pytest.mark.database
 def test_pinned_process_refuses_the_other_peppers_without_reading_them(
     pinned: None, reads: set[str], served: Environment
 ) -> None:
@@ -100,6 +101,7 @@ def test_pinned_process_checks_only_its_own_peppers(pinned: None, reads: set[str
     assert reads == {served.value, "service"}
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_pinned_process_starts_with_its_own_peppers(pinned: None, reads: set[str], served: Environment) -> None:
     require_ready()
@@ -194,6 +196,7 @@ def test_pinned_process_shows_no_key_of_the_other_environment(
     assert collect_key(grant(tam, P.ISSUANCE_COLLECT, place), request).reveal() == text.reveal()
 
 
+@pytest.mark.database
 def test_pinned_worker_advances_only_its_rotations(served: Environment) -> None:
     """The other environment's rotations get neither a lease nor a recorded failure."""
     clock = Clock(now())

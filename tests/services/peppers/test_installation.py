@@ -26,7 +26,7 @@ from tests.services.peppering import destroy, retire, rotate, skip_propagation
 from tests.services.racing import race
 from tests.services.rows import disable_triggers
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 SANDBOX = PepperSet.SANDBOX
 OTHER = "another-installation"
@@ -61,6 +61,7 @@ def status() -> tuple[int, str]:
     return code, output.getvalue()
 
 
+@pytest.mark.database
 def test_installation_is_named_once_before_the_first_pepper() -> None:
     have_peppers()
     ensure_installation(now())
@@ -72,17 +73,20 @@ def test_installation_is_named_once_before_the_first_pepper() -> None:
     assert secret_backend().read(Mount.PEPPERS, SANDBOX, 2).labels["installation"] == installation_id()
 
 
+@pytest.mark.database
 def test_installation_before_the_set_up_has_no_id() -> None:
     with pytest.raises(IntegrityError, match="was not set up"):
         installation_id()
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_installation_created_by_concurrent_first_runs_is_one() -> None:
     assert race(*[lambda: ensure_installation(now())] * 4) == [None] * 4
     assert Installation.objects.count() == 1
 
 
+@pytest.mark.database
 def test_installation_set_up_over_foreign_peppers_is_refused() -> None:
     """A new or cloned database with production's secret backend stops and names the owner of the peppers."""
     have_peppers()
@@ -100,6 +104,7 @@ def test_installation_set_up_over_foreign_peppers_is_refused() -> None:
     assert {len(secret_backend().versions(Mount.PEPPERS, each)) for each in PepperSet} == {1}
 
 
+@pytest.mark.database
 def test_pepper_of_another_installation_is_not_adopted() -> None:
     have_peppers()
     put_foreign_pepper(2)
@@ -110,6 +115,7 @@ def test_pepper_of_another_installation_is_not_adopted() -> None:
     assert PepperVersion.objects.filter(pepper_set=SANDBOX).count() == 1
 
 
+@pytest.mark.database
 def test_pepper_of_a_killed_rotation_is_listed_without_a_fault() -> None:
     have_peppers()
     put_pepper(SANDBOX, 2)
@@ -122,6 +128,7 @@ def test_pepper_of_a_killed_rotation_is_listed_without_a_fault() -> None:
     assert json.loads(status()[1])["rowless"] == []
 
 
+@pytest.mark.database
 def test_pepper_of_another_installation_is_not_destroyed() -> None:
     """The other installation's keys depend on it."""
     have_peppers()
@@ -134,6 +141,7 @@ def test_pepper_of_another_installation_is_not_destroyed() -> None:
     assert secret_backend().versions(Mount.PEPPERS, SANDBOX)[0] == StoredVersion(1, VersionState.LIVE)
 
 
+@pytest.mark.database
 def test_pepper_without_an_owner_is_not_destroyed() -> None:
     """Another program may have written it, even though its value matches our row."""
     have_peppers()
@@ -149,6 +157,7 @@ def test_pepper_without_an_owner_is_not_destroyed() -> None:
     assert secret_backend().versions(Mount.PEPPERS, SANDBOX)[0] == StoredVersion(1, VersionState.LIVE)
 
 
+@pytest.mark.database
 def test_pepper_without_an_owner_and_without_a_row_is_refused() -> None:
     secret_backend().put(
         Mount.PEPPERS, SANDBOX, Plaintext(base64.b64encode(bytes(32)).decode()), {}, expected_version=0

@@ -24,7 +24,7 @@ from tests.services.keys.test_lifecycle import verdict
 from tests.services.racing import race
 from tests.services.rows import disable_triggers
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
@@ -48,6 +48,7 @@ def stored(pepper_set: PepperSet) -> str:
     return secret_backend().read(Mount.PEPPERS, pepper_set).secret.reveal()
 
 
+@pytest.mark.database
 def test_peppers_of_a_first_run_are_separate_per_set(folder: Path) -> None:
     """Each environment and the service tokens get a separate pepper of 256 random bits."""
     have_peppers()
@@ -78,6 +79,7 @@ def test_peppers_are_stored_in_the_backend_and_not_in_the_database(folder: Path)
         assert bytes(row.check_value) not in pepper
 
 
+@pytest.mark.database
 def test_peppers_of_a_swapped_keystore_are_refused(folder: Path) -> None:
     """The process detects a foreign keystore before it verifies any key."""
     have_peppers()
@@ -90,6 +92,7 @@ def test_peppers_of_a_swapped_keystore_are_refused(folder: Path) -> None:
     assert set(pepper_health().values()) == {False}
 
 
+@pytest.mark.database
 def test_peppers_of_a_lost_keystore_are_reported_missing(folder: Path) -> None:
     """New peppers would invalidate every key, so the error names what to restore."""
     have_peppers()
@@ -118,6 +121,7 @@ def test_peppers_of_a_keystore_without_its_master_key_are_refused(folder: Path) 
         load_peppers(PepperSet.SANDBOX)
 
 
+@pytest.mark.database
 def test_peppers_of_a_first_run_killed_before_its_row_are_adopted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +143,7 @@ def test_peppers_of_a_first_run_killed_before_its_row_are_adopted(
     assert len(secret_backend().versions(Mount.PEPPERS, PepperSet.SANDBOX)) == 1
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_peppers_of_concurrent_first_runs_are_the_same(tmp_path: Path) -> None:
     """Processes that start for the first time together create one pepper per set."""
@@ -160,6 +165,7 @@ def _forget_rows() -> None:
     PepperVersion.objects.all()._raw_delete("default")
 
 
+@pytest.mark.database
 def test_peppers_before_the_set_up_are_missing(folder: Path) -> None:
     with pytest.raises(IntegrityError, match="was not set up"):
         load_peppers(PepperSet.SANDBOX)
@@ -176,6 +182,7 @@ def test_peppers_in_memory_verify_without_the_backend(folder: Path) -> None:
     assert verdict(text) is None
 
 
+@pytest.mark.database
 def test_pepper_version_created_twice_is_refused(folder: Path) -> None:
     have_peppers()
     ring._make_first(PepperSet.SANDBOX, now())

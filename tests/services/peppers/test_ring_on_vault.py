@@ -18,7 +18,7 @@ from tests.servers.openbao import VaultOnDisk
 from tests.services.keys.test_lifecycle import verdict
 from tests.services.peppering import destroy, rehash, retire, rotate, skip_propagation
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 SANDBOX = PepperSet.SANDBOX
 

@@ -46,7 +46,7 @@ from tests.killing import KilledError
 from tests.services.conftest import Scene, make_scene
 from tests.services.rows import dump_tables, last_body, last_ids, written_since
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
@@ -116,6 +116,7 @@ def alarms() -> list[Notice]:
 # --- own copies -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.database
 def test_reconcile_without_findings_writes_one_audit_entry(scene: Scene) -> None:
     issue(scene.sandbox)
     revoked_key(scene)
@@ -175,6 +176,7 @@ def test_reconcile_destroys_every_copy_of_a_revoked_key(scene: Scene) -> None:
     assert states(key) == ["destroyed"] * 3
 
 
+@pytest.mark.database
 def test_reconcile_keeps_the_copies_of_staged_and_active_keys(scene: Scene) -> None:
     """An issuance in progress may have stored its string already."""
     key, _ = issue(scene.sandbox)
@@ -217,6 +219,7 @@ def test_reconcile_alarms_once_about_a_missing_copy(scene: Scene, material: Mate
     assert Key.objects.get(pk=key.pk).state == "active"
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("action", ["destroy", "restore"])
 def test_reconcile_skips_a_copy_that_a_worker_holds(scene: Scene, action: str) -> None:
     if action == "destroy":
@@ -231,6 +234,7 @@ def test_reconcile_skips_a_copy_that_a_worker_holds(scene: Scene, action: str) -
     assert states(key) == before
 
 
+@pytest.mark.database
 def test_reconcile_of_a_row_that_changed_since_skips_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row read before a concurrent write is no reason for an alarm."""
     key, _ = issue(scene.sandbox)
@@ -245,6 +249,7 @@ def test_reconcile_of_a_row_that_changed_since_skips_it(scene: Scene, monkeypatc
     assert alarms() == []
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("point", ["marked", "destroyed"])
 def test_reconcile_killed_midway_is_finished_by_the_next_run(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, point: str
@@ -272,7 +277,6 @@ def test_reconcile_killed_midway_is_finished_by_the_next_run(
 # --- a backend with a rolled back storage -------------------------------------------------------------------
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("due", [Material.DESTROY_DUE, Material.DELETE_DUE, Material.RESTORE_DUE])
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_reused_version_number_never_affects_another_key_s_copy(scene: Scene, due: Material, is_hidden: bool) -> None:
@@ -305,6 +309,7 @@ def test_reconcile_alarms_about_a_copy_with_a_reused_version_number(scene: Scene
     assert [notice.subject for notice in alarms()] == [key.key_id]
 
 
+@pytest.mark.database
 def test_reconcile_alarms_about_missing_or_older_connection_credentials(scene: Scene) -> None:
     """Rolled back storage does not count as newly stored, so old credentials do not silently come back into use."""
     allowed = grant(scene.tam, P.CONNECTIONS_WRITE, scene.sandbox)
@@ -331,7 +336,6 @@ FOREIGN = {
 }
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("what", FOREIGN)
 def test_reconcile_reports_an_unattributed_copy_and_keeps_it(scene: Scene, what: str) -> None:
     """An unattributed copy is never deleted; the alarm is raised once, and every report lists the copy."""
@@ -522,7 +526,6 @@ def test_reconcile_when_denied_is_incomplete_and_alarms_once(
     assert (len(calls), denials()) == (2, ["sandbox"])
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("call", ["destroy", "soft_delete", "undelete", "forget"])
 def test_maintenance_when_denied_stops_and_alarms_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, call: str
@@ -571,6 +574,7 @@ def test_reconcile_with_the_backend_unavailable_is_incomplete(
     assert len(calls) <= 3
 
 
+@pytest.mark.database
 def test_reconcile_due_runs_once_a_night_and_soon_again_after_a_failure(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -629,6 +633,7 @@ def test_maintenance_with_a_slow_backend_stops_in_time_and_continues_next_time(
     assert destroyed() == 3
 
 
+@pytest.mark.database
 def test_maintenance_of_an_environment_held_by_another_worker_is_skipped(scene: Scene) -> None:
     overwrite_columns(issue(scene.sandbox)[0], material=Material.DESTROY_DUE)
     overwrite_columns(issue(scene.sandbox)[0], material=Material.DELETE_DUE)
@@ -698,7 +703,6 @@ def test_maintenance_forgets_no_path_before_every_copy_is_destroyed(scene: Scene
     assert is_path_known(other.credential)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("call", ["versions", "forget"])
 @pytest.mark.parametrize("error", [BackendUnavailableError("sealed"), BackendDeniedError("refused", status=403)])
 def test_maintenance_that_fails_to_forget_a_path_retries(
@@ -718,6 +722,7 @@ def test_maintenance_that_fails_to_forget_a_path_retries(
     assert not is_path_known(credential)
 
 
+@pytest.mark.database
 def test_maintenance_killed_while_forgetting_forgets_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     credential = offboarded_credential(scene)
 
@@ -765,6 +770,7 @@ def test_reconcile_keeps_connections_and_erases_removed_ones(scene: Scene) -> No
     assert secret_backend().versions(Mount.SANDBOX, removed.backend_path) == []
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("is_removed", [True, False])
 def test_reconcile_reports_an_unattributed_copy_at_a_connection_s_path(scene: Scene, is_removed: bool) -> None:
     allowed = grant(scene.tam, P.CONNECTIONS_WRITE, scene.sandbox)
@@ -788,6 +794,7 @@ def run(*options: str) -> Any:
     return json.loads(output.getvalue())
 
 
+@pytest.mark.database
 def test_reconcile_backend_dry_run_reports_and_changes_nothing(scene: Scene) -> None:
     key = revoked_key(scene)
     write_late(key)

@@ -19,7 +19,9 @@ import psycopg
 import pytest
 
 from keyvault.management.service import find_free_port
+from tests.conftest import PLACE
 from tests.servers.postgres import find_postgres
+from tests.template_database import copy_sqlite_template, name_of_postgres_template
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -77,11 +79,12 @@ class Database(Protocol):
 
 
 class SqliteCopy:
-    """SQLite: an online copy, and the file copied back."""
+    """SQLite: a migrated file, an online copy, and the file copied back."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.kept = folder / "keyvault.sqlite3", folder / "backup.sqlite3"
         self.url = f"sqlite:///{self.path}"
+        copy_sqlite_template(self.path)
 
     def back_up(self) -> None:
         with sqlite3.connect(self.path) as source, sqlite3.connect(self.kept) as target:
@@ -96,7 +99,7 @@ class SqliteCopy:
 
 
 class PostgresDump:
-    """PostgreSQL: `pg_dump`, and `pg_restore` into a new database."""
+    """PostgreSQL: a migrated database, `pg_dump`, and `pg_restore` into a new database."""
 
     def __init__(self, folder: Path) -> None:
         binary = find_postgres()
@@ -106,11 +109,11 @@ class PostgresDump:
         self.server = os.environ["KEYVAULT_TEST_POSTGRES_URL"]
         self.name = f"drill_{os.getpid()}"
         self.url = urlunsplit(urlsplit(self.server)._replace(path=f"/{self.name}"))
-        self.make()
+        self.make(name_of_postgres_template(PLACE))
 
-    def make(self) -> None:
+    def make(self, template: str = "template1") -> None:
         with psycopg.connect(self.server, autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{self.name}"')
+            connection.execute(f'CREATE DATABASE "{self.name}" TEMPLATE "{template}"')
 
     def drop(self) -> None:
         with psycopg.connect(self.server, autocommit=True) as connection:

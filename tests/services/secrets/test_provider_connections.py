@@ -48,7 +48,7 @@ from tests.services.conftest import Scene, make_scene
 from tests.services.racing import race
 from tests.services.rows import dump_tables, events_of, last_body
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 CHAIN = "account:acme/sandbox"
 
@@ -133,6 +133,7 @@ def before(real: Callable[..., Any], first: Callable[[], Any]) -> Callable[..., 
 # ------------------------------------------------------------------------------------------------- set and replaced
 
 
+@pytest.mark.database
 def test_connection_set_is_stored_at_its_own_path_with_labels(scene: Scene) -> None:
     connection = set_credentials(scene, "sk_test_first")
     assert re.fullmatch(rf"{scene.sandbox.pk}/con_[0-9A-Za-z]{{20}}", connection.backend_path)
@@ -152,6 +153,7 @@ def test_connection_set_is_stored_at_its_own_path_with_labels(scene: Scene) -> N
     assert events_of(CHAIN)[-2:] == ["connection.added", "connection.stored"]
 
 
+@pytest.mark.database
 @pytest.mark.parametrize(("environment", "mode"), [(SANDBOX, "test"), (PRODUCTION, "live")])
 def test_connection_mode_follows_the_environment(scene: Scene, environment: Environment, mode: str) -> None:
     """Test mode in sandbox and live mode in production, each in its environment's own mount."""
@@ -170,6 +172,7 @@ def test_connection_set_in_the_wrong_mode_is_refused(scene: Scene) -> None:
     assert not ProviderConnection.objects.exists()
 
 
+@pytest.mark.database
 def test_connection_replaced_is_readable_immediately_and_the_old_version_destroyed_later(scene: Scene) -> None:
     """The new version is stored before the worker destroys the old one."""
     first = set_credentials(scene, "first")
@@ -186,6 +189,7 @@ def test_connection_replaced_is_readable_immediately_and_the_old_version_destroy
     assert list_unsettled(now() + timedelta(days=1)) == []
 
 
+@pytest.mark.database
 def test_connection_settled_twice_writes_nothing(scene: Scene) -> None:
     set_credentials(scene, "first")
     run_maintenance()
@@ -194,6 +198,7 @@ def test_connection_settled_twice_writes_nothing(scene: Scene) -> None:
     assert dump_tables() == rows
 
 
+@pytest.mark.database
 def test_connection_of_another_provider_or_account_has_its_own_path(scene: Scene) -> None:
     make_merchant("globex")
     connections = [
@@ -242,6 +247,7 @@ def test_connection_of_an_offboarded_merchant_is_refused(scene: Scene) -> None:
     assert read_credentials(connection) == "secret"
 
 
+@pytest.mark.database
 def test_connection_maintenance_settles_and_forgets_with_errors_isolated(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +270,7 @@ def test_connection_maintenance_settles_and_forgets_with_errors_isolated(
 # ---------------------------------------------------------------------------------------------------------- removed
 
 
+@pytest.mark.database
 def test_connection_removed_is_erased_by_the_worker_and_keeps_its_row(scene: Scene) -> None:
     """Every stored version and the path are erased; the row still names who set and removed it."""
     connection = set_credentials(scene, "first")
@@ -303,6 +310,7 @@ def test_connection_forgotten_before_its_removal_is_refused(scene: Scene) -> Non
     assert read_credentials(connection) == "first"
 
 
+@pytest.mark.database
 def test_connection_forgotten_while_the_backend_is_unavailable_is_retried(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +325,7 @@ def test_connection_forgotten_while_the_backend_is_unavailable_is_retried(
     assert versions(connection) == []
 
 
+@pytest.mark.database
 def test_connection_removed_during_a_write_is_erased_afterwards(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer gets a conflict, and the worker waits until no write can arrive."""
 
@@ -337,6 +346,7 @@ def test_connection_removed_during_a_write_is_erased_afterwards(scene: Scene, mo
 # --------------------------------------------------------------------------------------------- interruptions
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize(("point", "is_written"), [("put", False), ("answer", True), ("_note_stored", True)])
 def test_connection_write_killed_midway_is_settled_by_the_worker(
@@ -365,6 +375,7 @@ def test_connection_write_killed_midway_is_settled_by_the_worker(
     assert row.stored_by == ("system:worker" if is_written else "operator:tam")
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("point", ["versions", "put", "answer", "_note_stored"])
 def test_connection_write_killed_midway_and_repeated_succeeds(
@@ -400,6 +411,7 @@ def test_connection_write_with_a_lost_reply_is_found_by_reading_back(
     assert (read_credentials(connection), versions(connection), fresh().backend_version) == ("first", ["live"], 1)
 
 
+@pytest.mark.database
 def test_connection_write_with_the_backend_unavailable_fails_and_keeps_the_old_version(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,6 +426,7 @@ def test_connection_write_with_the_backend_unavailable_fails_and_keeps_the_old_v
     assert (versions(fresh()), fresh().settle_due_at) == (["live"], None)
 
 
+@pytest.mark.database
 def test_connection_written_concurrently_keeps_the_first_and_refuses_the_second(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,6 +441,7 @@ def test_connection_written_concurrently_keeps_the_first_and_refuses_the_second(
     assert versions(fresh()) == ["destroyed", "live"]
 
 
+@pytest.mark.database
 def test_connection_replaced_between_write_and_row_is_not_recorded_backwards(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,6 +460,7 @@ def test_connection_replaced_between_write_and_row_is_not_recorded_backwards(
     assert versions(fresh()) == ["destroyed", "destroyed", "live"]
 
 
+@pytest.mark.database
 def test_connection_row_changed_between_write_and_row_is_recorded(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,6 +491,7 @@ def test_connection_path_with_a_foreign_version_is_never_overwritten(scene: Scen
     assert (versions(connection), fresh().backend_version) == (["live", "live"], 1)
 
 
+@pytest.mark.database
 def test_connection_write_concurrent_with_a_foreign_one_is_refused(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,6 +509,7 @@ def test_connection_write_concurrent_with_a_foreign_one_is_refused(
     assert read_credentials(fresh()) == "theirs"
 
 
+@pytest.mark.database
 def test_connection_older_foreign_version_is_not_destroyed(scene: Scene) -> None:
     """A foreign version below an own one is reported, not erased."""
     connection = set_credentials(scene, "ours")
@@ -506,6 +523,7 @@ def test_connection_older_foreign_version_is_not_destroyed(scene: Scene) -> None
     assert read_credentials(connection, 2) == "theirs"
 
 
+@pytest.mark.database
 def test_connection_of_a_rolled_back_backend_is_reported_and_not_adopted(scene: Scene) -> None:
     """A restored Vault brings old credentials back; they must not be recorded as newly stored."""
     connection = set_credentials(scene, "old")
@@ -532,6 +550,7 @@ def test_connection_removed_with_a_foreign_version_is_not_forgotten(scene: Scene
 # -------------------------------------------------------------------------------------------------- secrecy
 
 
+@pytest.mark.database
 def test_connection_description_holds_no_credentials(scene: Scene) -> None:
     connection = set_credentials(scene, "sk_test_never_shown")
     description = describe_connection(fresh())
@@ -545,6 +564,7 @@ def test_connection_description_holds_no_credentials(scene: Scene) -> None:
     }
 
 
+@pytest.mark.database
 def test_connection_credentials_are_in_no_row_no_file_and_no_log(
     scene: Scene, data_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -568,6 +588,7 @@ def test_connection_credentials_are_in_no_row_no_file_and_no_log(
         assert form not in found
 
 
+@pytest.mark.database
 def test_connection_is_found_by_its_path_even_if_removed(scene: Scene) -> None:
     """The reconciler asks this for a path that belongs to no credential."""
     connection = set_credentials(scene, "first")
@@ -578,6 +599,7 @@ def test_connection_is_found_by_its_path_even_if_removed(scene: Scene) -> None:
     assert find_by_path(SANDBOX, f"{scene.sandbox.pk}/con_{'0' * 20}") is None
 
 
+@pytest.mark.database
 def test_connection_settle_adopts_a_late_write(scene: Scene) -> None:
     """The nightly run settles every row, so an unreported write is found."""
     connection = set_credentials(scene, "first")

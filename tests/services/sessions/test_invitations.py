@@ -36,7 +36,7 @@ from tests.factories import PASSWORD, grant, now
 from tests.services.rows import last_body
 from tests.services.sessions.test_sessions import start_session
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
@@ -53,6 +53,7 @@ def some_factor() -> NewFactor:
     return NewFactor(TOTP, {"secret": encrypt_seed(new_totp_seed())})
 
 
+@pytest.mark.database
 def test_invitation_sets_the_password_and_the_factor_once(new: Operator) -> None:
     token = invited(new)
     found, late = find_invited(token, now()), find_invited(token, now())

@@ -15,9 +15,10 @@ from keyvault.services.usage.recorder import UsageLog
 from tests.factories import make_operator, now
 from tests.services.rows import dump_tables
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
+@pytest.mark.database
 def test_role_uses_are_written_by_a_flush_only() -> None:
     """A page costs no write: its uses are kept until the next flush, the last of each role."""
     operator, uses, first = make_operator("tam", Role.AUDITOR), RoleUses(), now()
@@ -30,6 +31,7 @@ def test_role_uses_are_written_by_a_flush_only() -> None:
     assert RoleUse.objects.get().last_used_at == first + timedelta(minutes=2)
 
 
+@pytest.mark.database
 def test_role_uses_not_written_for_lack_of_a_database_are_kept() -> None:
     operator, uses, at = make_operator("tam", Role.AUDITOR), RoleUses(), now()
     uses.note(operator, [P.AUDIT_READ], at)
@@ -42,6 +44,7 @@ def test_role_uses_not_written_for_lack_of_a_database_are_kept() -> None:
     write.assert_not_called()
 
 
+@pytest.mark.database
 def test_role_uses_pending_at_process_end_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     operator, uses, at = make_operator("tam", Role.AUDITOR), RoleUses(), now()
     uses.note(operator, [P.AUDIT_READ], at)

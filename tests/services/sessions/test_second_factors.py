@@ -50,7 +50,7 @@ from tests.services.racing import race
 
 PERIOD = timedelta(seconds=30)
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
@@ -105,6 +105,7 @@ def details_of(event: str) -> list[dict[str, Any]]:
 # -------------------------------------------------------------------------------------------- authenticator app
 
 
+@pytest.mark.database
 def test_totp_code_is_accepted_once(tam: Operator, seed: Plaintext, now: datetime) -> None:
     code = totp_code(seed, now)
     assert is_accepted(tam, code, now)
@@ -118,7 +119,6 @@ def test_totp_code_older_than_the_last_accepted_one_is_refused(tam: Operator, se
     assert not is_accepted(tam, totp_code(seed, now), now)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(("periods", "is_right"), [(-2, False), (-1, True), (0, True), (1, True), (2, False)])
 def test_totp_code_of_a_neighboring_period_is_accepted(
     tam: Operator, seed: Plaintext, now: datetime, periods: int, is_right: bool
@@ -126,7 +126,6 @@ def test_totp_code_of_a_neighboring_period_is_accepted(
     assert is_accepted(tam, totp_code(seed, now + periods * PERIOD), now) is is_right
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     "change",
     [
@@ -229,6 +228,7 @@ def test_recovery_codes_alone_are_no_second_factor(tam: Operator) -> None:
 # --------------------------------------------------------------------------------------------- guesses and audit
 
 
+@pytest.mark.database
 def test_guesses_of_second_factors_lock_before_the_code_is_checked(
     tam: Operator, seed: Plaintext, now: datetime
 ) -> None:
@@ -283,6 +283,7 @@ def test_factors_of_the_former_secret_backend_are_refused_with_the_remedy_and_ca
         assert is_accepted(tam_again(), totp_code(renewed, now), now)
 
 
+@pytest.mark.database
 def test_guesses_elsewhere_do_not_lock_a_known_device(tam: Operator, seed: Plaintext, now: datetime) -> None:
     device = write_device(tam, None, "192.0.2.1")
     for _ in range(SIGN_IN_FAILURES - 1):
@@ -307,6 +308,7 @@ def test_sign_in_is_audited_with_its_factor_and_ends_an_invitation(
     assert tam_again().last_login == now
 
 
+@pytest.mark.database
 def test_sign_in_without_its_audit_entry_uses_no_code_up(
     tam: Operator, seed: Plaintext, now: datetime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from tests.services.rows import dump_tables
 
 IDLE, ABSOLUTE = timedelta(seconds=SESSION_IDLE_SECONDS), timedelta(seconds=SESSION_SECONDS)
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
@@ -59,6 +59,7 @@ def is_open(key: str) -> bool:
     return SESSION_KEY in SessionStore(key)
 
 
+@pytest.mark.database
 def test_session_ends_after_fifteen_minutes_without_use(tam: OperatorPrincipal) -> None:
     assert (SESSION_IDLE_SECONDS, SESSION_SECONDS) == (900, 28_800)
     assert is_open(start_session(tam, age=IDLE - timedelta(seconds=30))[0])
@@ -98,6 +99,7 @@ def test_session_use_is_written_at_most_once_a_minute(tam: OperatorPrincipal) ->
     assert now() - ConsoleSession.objects.get().last_used_at < timedelta(seconds=30)
 
 
+@pytest.mark.database
 def test_session_key_is_not_stored(tam: OperatorPrincipal) -> None:
     """A copy of the database opens no session: what it has is no cookie."""
     key, row = start_session(tam)

@@ -15,7 +15,7 @@ from keyvault.services.usage.recorder import UsageLog
 from tests.factories import now
 from tests.services.racing import TIMEOUT_SECONDS
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
@@ -30,6 +30,7 @@ def written() -> list[dict[str, Any]]:
     return [json.loads(bytes(row.body))["details"] for row in rows]
 
 
+@pytest.mark.database
 def test_sign_in_refusals_not_written_for_lack_of_a_database_are_kept(refusals: SignInRefusals) -> None:
     """A database outage hides no attack: the counts are written when it is back."""
     refusals.note("tam", "192.0.2.1", now(), is_locked=False)
@@ -41,6 +42,7 @@ def test_sign_in_refusals_not_written_for_lack_of_a_database_are_kept(refusals: 
     assert (details["count"], details["locked"]) == (2, 1)
 
 
+@pytest.mark.database
 def test_sign_in_refusals_pending_at_process_end_are_written(
     refusals: SignInRefusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +56,7 @@ def test_sign_in_refusals_pending_at_process_end_are_written(
     assert refusals._thread is None
 
 
+@pytest.mark.database
 def test_sign_in_refusals_are_written_by_one_thread_once_a_minute(
     refusals: SignInRefusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from keyvault.services.sessions.single_sign_on import SignOnRefusedError, sign_o
 from tests.factories import PASSWORD, account, grant, make_merchant, make_operator, now
 from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 ISSUER = "https://id.example.com"
 
@@ -43,6 +43,7 @@ def events() -> list[str]:
     return list(AuditEntry.objects.order_by("pk").values_list("event", flat=True))
 
 
+@pytest.mark.database
 def test_single_sign_on_creates_link_and_operator_together() -> None:
     """Without its link the operator would exist with roles, but without a way to sign in."""
 

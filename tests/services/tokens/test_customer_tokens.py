@@ -25,7 +25,7 @@ from tests.factories import SANDBOX, account, grant, issue, make_merchant, now
 from tests.services.conftest import Scene
 from tests.services.rows import disable_triggers, last_body, last_ids, written_since
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def holder_of(key: Key) -> KeyHolder:
@@ -48,6 +48,7 @@ def judge(text: Plaintext, key: Key) -> Customer | CustomerFault:
     return judge_customer_token(keystring, record, holder_of(key), load_peppers(PEPPER_SET[SANDBOX]), now())
 
 
+@pytest.mark.database
 def test_customer_token_is_valid_with_keys_of_its_account_only(scene: Scene) -> None:
     key, _ = issue(scene.sandbox)
     token, text = token_of(key)
@@ -85,6 +86,7 @@ def test_customer_token_entries_have_chains_of_their_own_that_are_signed_and_exp
     assert token.token_id.encode() in next(record.body for record in exported if record.chain == entry.chain_id)
 
 
+@pytest.mark.database
 def test_customer_token_chain_removed_is_reported(scene: Scene) -> None:
     """An empty chain is missing, too: every account has all of its chains from the beginning."""
     disable_triggers()
@@ -92,7 +94,6 @@ def test_customer_token_chain_removed_is_reported(scene: Scene) -> None:
     assert verify_audit().first_broken == Break("customer_tokens.3:acme/production", 0, "the chain is missing")
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("requested", "bound", "expected"), [(None, 3600, 900), (None, 60, 60), (None, 900, 900), (1, 60, 1), (60, 60, 60)]
 )
@@ -105,7 +106,6 @@ def test_customer_token_lifetime_is_as_requested_or_fifteen_minutes_within_the_b
     assert token.expires_at - token.created_at == timedelta(seconds=expected)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("customer_id", "ttl_seconds", "pointer"),
     [

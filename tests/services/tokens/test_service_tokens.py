@@ -32,7 +32,7 @@ from tests.services.conftest import Scene, make_scene
 from tests.services.racing import race
 from tests.services.rows import dump_tables, last_body, last_ids, written_since
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def authenticate(text: Plaintext) -> Service:
@@ -41,6 +41,7 @@ def authenticate(text: Plaintext) -> Service:
     return service
 
 
+@pytest.mark.database
 def test_token_authenticates_as_its_service(scene: Scene) -> None:
     token, text = make_token(P.KEYS_READ, P.KEYS_REVOKE, merchants=["acme"], by=scene.admin)
     service = authenticate(text)
@@ -50,12 +51,14 @@ def test_token_authenticates_as_its_service(scene: Scene) -> None:
     assert service.person == scene.admin.person, "the creator is responsible for its requests"
 
 
+@pytest.mark.database
 def test_token_string_is_not_stored(scene: Scene) -> None:
     _, text = make_token()
     assert text.reveal() not in repr(dump_tables())
     assert text.reveal()[-49:-6] not in repr(dump_tables()), "the secret part alone must not be stored either"
 
 
+@pytest.mark.database
 def test_token_is_valid_until_its_expiry(scene: Scene) -> None:
     token, text = make_token(lifetime_days=1)
     assert token.expires_at == token.created_at + timedelta(days=1)
@@ -120,7 +123,6 @@ def test_token_for_named_merchants_finds_no_others(scene: Scene) -> None:
                 assert verdict.code is ErrorCode.NOT_FOUND
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("permission", sorted(set(P) - SERVICE_PERMISSIONS))
 def test_token_with_a_permission_for_persons_is_refused(scene: Scene, permission: P) -> None:
     """Decisions such as approving, resuming and setting up require a person."""
@@ -137,7 +139,6 @@ def test_token_with_a_forged_approval_permission_is_denied(scene: Scene) -> None
     assert isinstance(verdict, Denial)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("options", "pointer"),
     [
@@ -205,6 +206,7 @@ def test_token_rotated_has_a_successor_with_the_same_permissions_and_a_new_lifet
     assert third.lineage == token.token_id, "the lineage is the first token"
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("overlap_hours", [0, 1, MAX_OVERLAP_HOURS])
 def test_token_rotated_is_valid_for_the_overlap_only(scene: Scene, overlap_hours: int) -> None:
     """Both tokens are valid during the overlap."""
@@ -218,6 +220,7 @@ def test_token_rotated_is_valid_for_the_overlap_only(scene: Scene, overlap_hours
     assert prove_service_token(new.reveal(), end) is not None
 
 
+@pytest.mark.database
 def test_token_rotated_late_keeps_its_expiry(scene: Scene) -> None:
     """An overlap never extends the old token's life; a trigger refuses any other write that would."""
     token, _ = make_token(lifetime_days=1)
@@ -285,6 +288,7 @@ def test_token_rotated_by_another_person_makes_that_person_responsible(scene: Sc
         rotate_service_token(grant(scene.tam, P.TOKENS_WRITE), token, 1)
 
 
+@pytest.mark.database
 def test_token_rotated_writes_one_entry_and_two_changes(scene: Scene) -> None:
     token, text = make_token()
     before = last_ids()
@@ -295,6 +299,7 @@ def test_token_rotated_writes_one_entry_and_two_changes(scene: Scene) -> None:
     assert not [string for string in (text, new) if string.reveal() in repr(dump_tables())]
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_token_rotated_concurrently_has_one_successor() -> None:
     """The second rotation gets a conflict."""

@@ -42,7 +42,7 @@ from tests.domain.minting import mint
 from tests.factories import PRODUCTION, SANDBOX, account, grant, issue, make_merchant, now, the_operator
 from tests.starting_rows import start_with
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 HOUR = 3600
 
@@ -130,6 +130,7 @@ def add_catalog_endpoint(**rule: Any) -> Endpoint:
 # --- spending ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.database
 def test_limit_of_ten_refuses_the_eleventh_request(scene: Scene) -> None:
     assert [verdict_code(scene.judge()) for _ in range(10)] == ["allowed"] * 10
     judgement = scene.judge()
@@ -160,7 +161,6 @@ DENIED: dict[str, dict[str, Any]] = {
 UNPROVED = ("credential_in_url", "credential_ambiguous", "environment_mismatch")
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("denied", DENIED)
 def test_limit_is_not_spent_by_a_denied_request(scene: Scene, denied: str) -> None:
     """A misconfigured client does not exhaust its limit."""
@@ -184,7 +184,6 @@ def test_limit_that_refuses_spends_from_neither_bucket(scene: Scene) -> None:
     assert [(each.policy, each.remaining) for each in spend.statuses] == [("account", 8)]
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("text", [None, "", "nonsense", mint(seed="unknown"), mint()[:-6] + "000000"])
 def test_limit_is_not_spent_without_proof(scene: Scene, text: str | None) -> None:
     assert scene.judge(key=text).spend is None
@@ -382,7 +381,6 @@ def test_failed_proofs_beyond_a_hundred_get_a_retry_after(scene: Scene) -> None:
     assert retry_after(scene.judge(key="x", client_address=None)) is None
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("kind", ["malformed", "wrong checksum", "service token", "unknown", "wrong secret"])
 def test_failed_proofs_of_each_kind_are_counted(scene: Scene, kind: str) -> None:
     """A free kind of guess would be the one that attackers use."""
@@ -445,6 +443,7 @@ def test_scope_without_the_key_s_merchant_hides_a_suspension(scene: Scene) -> No
 # --- an unavailable database ------------------------------------------------------------------------------
 
 
+@pytest.mark.database
 @pytest.mark.postgres_once
 @pytest.mark.parametrize("error", [OperationalError, InterfaceError])
 @pytest.mark.parametrize("read", ["find_key_record", "find_customer_record", "endpoint_limit"])
@@ -465,6 +464,7 @@ def test_database_lost_denies_as_stale(
     assert (judgement.holder, judgement.record, judgement.customer) == (None, None, None)
 
 
+@pytest.mark.database
 def test_database_lost_still_denies_what_needs_no_read(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(key_id: str) -> None:
         raise OperationalError("gone")
@@ -591,7 +591,6 @@ def test_exposure_is_not_recorded_for_a_public_key_in_a_browser(scene: Scene) ->
     assert note(judgement) == [(key.key_id, UseOutcome.ALLOWED)]
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("denied", [*DENIED, "rate_limited"])
 def test_denied_request_with_proof_is_recorded_as_denied(scene: Scene, denied: str) -> None:
     """A denied holder still has the key, so a rotation must not count it as silent.
@@ -622,7 +621,6 @@ def test_attempt_on_a_suspended_key_is_recorded_only_with_proof(scene: Scene) ->
     assert note(scene.judge(key=forged(scene.text))) == []
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("kind", ["allowed", "denied", "suspended", "in a URL", "in a browser"])
 def test_probe_is_recorded_as_a_probe_only(scene: Scene, kind: str) -> None:
     """A probe is no use, no attempt in quarantine and no exposure, whatever its verdict."""

@@ -41,7 +41,7 @@ from tests.factories import grant, now
 from tests.services.conftest import Scene, make_scene
 from tests.services.racing import race
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 URL = "https://acme.example/hooks?token=theirs"
 
@@ -73,6 +73,7 @@ def last_entry() -> tuple[str, str, dict[str, Any]]:
 # --- adding ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.database
 def test_endpoint_added_signs_with_the_returned_secret(scene: Scene) -> None:
     endpoint, secret = add(scene)
     assert revealed(endpoint) == [secret.reveal()]
@@ -90,6 +91,7 @@ def test_endpoint_secret_is_not_stored_in_plaintext(scene: Scene) -> None:
     assert not any(b"token=theirs" in bytes(entry.body) for entry in AuditEntry.objects.all())
 
 
+@pytest.mark.database
 def test_endpoint_secret_opens_in_its_own_row_only(scene: Scene) -> None:
     """A sealed secret moved to another endpoint or environment signs nothing."""
     endpoint, _ = add(scene)
@@ -110,7 +112,6 @@ def test_endpoint_of_an_unserved_environment_is_refused(scene: Scene) -> None:
     load_peppers.cache_clear()
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     "url",
     [
@@ -163,6 +164,7 @@ def test_endpoints_above_the_maximum_are_refused(scene: Scene) -> None:
         enable_endpoint(write_grant(scene), endpoints[0])
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_endpoints_added_concurrently_above_the_maximum_are_refused() -> None:
     scene = make_scene()
@@ -173,6 +175,7 @@ def test_endpoints_added_concurrently_above_the_maximum_are_refused() -> None:
     assert WebhookEndpoint.objects.count() == MAX_ENDPOINTS
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_endpoint_added_twice_concurrently_exists_once() -> None:
     scene = make_scene()
@@ -181,7 +184,6 @@ def test_endpoint_added_twice_concurrently_exists_once() -> None:
     assert WebhookEndpoint.objects.count() == 1
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("action", ["add", "rotate", "disable", "enable", "test"])
 def test_endpoint_changed_with_another_grant_is_refused(scene: Scene, action: str) -> None:
     """A grant for another permission or environment does not suffice."""

@@ -43,13 +43,14 @@ from tests.rotation.campaigning import approved, asked, details_of, events, issu
 from tests.rotation.scene import account, admin, approver, issue, rotate, tam
 from tests.services.rows import disable_triggers
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 C = CampaignState
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 DAYS_40 = timedelta(days=40)
 
 
+@pytest.mark.database
 def test_request_selects_old_keys_and_explains_what_is_left_out(clock: Clock) -> None:
     old, _ = issue(account("old"), clock.now - DAYS_40)
     issue(account("young"), clock.now)
@@ -84,7 +85,6 @@ def test_request_with_a_suspended_key_leaves_the_credential_out(clock: Clock) ->
     assert [member.credential_id for member in asked(clock).members.all()] == [usable.credential_id]
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("chosen", "pointers"),
     [
@@ -143,6 +143,7 @@ def test_request_that_matches_more_keys_than_it_may_read_is_refused(
     assert asked(clock, merchants=["merchant-0", "merchant-1"]).members.count() == 2
 
 
+@pytest.mark.database
 def test_request_plans_any_number_of_credentials_with_the_same_queries(clock: Clock) -> None:
     """Guarantee: a campaign of 10,000 members, each with an account and an expiry of its own, is one short request."""
     counts = []
@@ -265,7 +266,6 @@ def test_approve_of_another_digest_is_refused(clock: Clock) -> None:
         approve_campaign(grant, campaign, "0" * 64)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("altered", ["pace", "overrides", "selection", "members"])
 def test_approve_of_an_altered_campaign_is_refused(clock: Clock, altered: str) -> None:
     """An attacker who alters the rows gets no approval for them and starts no rotation."""
@@ -276,7 +276,6 @@ def test_approve_of_an_altered_campaign_is_refused(clock: Clock, altered: str) -
         approved(clock, get_campaign(campaign.pk))
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("altered", ["pace", "overrides", "selection", "members"])
 def test_tick_of_a_campaign_altered_after_its_approval_begins_nothing(clock: Clock, altered: str) -> None:
     """The approval covers what was shown: an altered campaign halts, and no operator can resume it."""

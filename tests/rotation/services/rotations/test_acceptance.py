@@ -14,9 +14,10 @@ from tests.rotation import scene
 from tests.rotation.steps import advance, begun, list_due
 from tests.verifiers import confirm, fall_silent, make_verifier
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
+@pytest.mark.database
 def test_unconfirmed_without_verifiers_is_nobody(clock: Clock) -> None:
     key, _ = scene.first_key(clock())
     assert list_unconfirmed(key) == []

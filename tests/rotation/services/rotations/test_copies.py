@@ -47,7 +47,7 @@ from tests.rotation.scene import unavailable
 from tests.rotation.services.rotations.test_tripwire import KNOWN, attempt, in_quarantine
 from tests.rotation.steps import advance, key_states, overlapping, revoke, wait
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 HELD, DELETED, DESTROYED = ("held", "live"), ("deleted", "deleted"), ("destroyed", "destroyed")
 
@@ -78,6 +78,7 @@ def newest_key(rotation: Rotation) -> str | None:
 # --- quarantine ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.database
 def test_copy_of_a_key_in_quarantine_is_hidden_and_reported_once(clock: Clock, verifier: UsageLog) -> None:
     """A retiring key's string is no longer readable; merchants read the replacement as the newest version."""
     rotation = hidden(clock, verifier)
@@ -89,7 +90,6 @@ def test_copy_of_a_key_in_quarantine_is_hidden_and_reported_once(clock: Clock, v
         read_string(rotation.predecessor)
 
 
-@pytest.mark.sqlite
 def test_copy_of_a_key_suspended_by_an_operator_stays(clock: Clock, verifier: UsageLog) -> None:
     """A suspension is no quarantine: the key is on hold, not retiring."""
     key, _ = scene.first_key(clock())
@@ -105,7 +105,6 @@ def test_quarantine_over_destroys_the_hidden_copy(clock: Clock, verifier: UsageL
     assert copy_of(rotation.replacement) == HELD
 
 
-@pytest.mark.sqlite
 def test_destruction_retried_during_an_outage_continues_one_ledger_row(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +121,6 @@ def test_destruction_retried_during_an_outage_continues_one_ledger_row(
     assert rotation.ledger.get(step=S.REVOKING).state == "done"
 
 
-@pytest.mark.sqlite
 def test_quarantine_over_before_the_copy_was_hidden_destroys_it(clock: Clock, verifier: UsageLog) -> None:
     """This covers a short quarantine and a backend outage throughout it."""
     rotation = wait(in_quarantine(clock, verifier), clock, verifier, 6)
@@ -142,7 +140,6 @@ def test_predecessor_reinstated_has_its_copy_restored(clock: Clock, verifier: Us
     assert copy_of(rotation.predecessor) == DELETED
 
 
-@pytest.mark.sqlite
 def test_predecessor_reinstated_before_its_copy_was_hidden_has_it_restored(clock: Clock, verifier: UsageLog) -> None:
     """The deletion may already have happened; only restoring afterwards is certain."""
     rotation = attempt(in_quarantine(clock, verifier), clock, verifier, KNOWN)
@@ -160,7 +157,6 @@ def test_predecessor_resumed_by_an_operator_stalls_and_has_its_copy_restored(clo
     assert (rotation.state, copy_of(rotation.predecessor)) == (S.STALLED, HELD)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("reason", [RevocationReason.UNSPECIFIED, RevocationReason.KEY_COMPROMISE])
 @pytest.mark.parametrize("is_hidden", [True, False])
 def test_predecessor_ended_in_quarantine_has_its_copy_destroyed(
@@ -178,7 +174,6 @@ def test_predecessor_ended_in_quarantine_has_its_copy_destroyed(
     )
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("reason", [RevocationReason.UNSPECIFIED, RevocationReason.KEY_COMPROMISE])
 @pytest.mark.parametrize("is_destroyed_first", [True, False])
 def test_replacement_ended_in_quarantine_makes_the_predecessor_readable(
@@ -197,7 +192,6 @@ def test_replacement_ended_in_quarantine_makes_the_predecessor_readable(
     assert versions_of(rotation.predecessor) == ["destroyed", "destroyed", "live"]
 
 
-@pytest.mark.sqlite
 def test_predecessor_expired_in_quarantine_has_its_copy_destroyed(clock: Clock, verifier: UsageLog) -> None:
     key, _ = scene.issue(scene.account(), clock(), expires_in_days=1)
     deadline = clock() + timedelta(days=3)
@@ -239,7 +233,6 @@ def back_in_quarantine(clock: Clock, verifier: UsageLog) -> Rotation:
     return rotation
 
 
-@pytest.mark.sqlite
 def test_replacement_in_quarantine_of_a_rollback_is_hidden_and_then_destroyed(clock: Clock, verifier: UsageLog) -> None:
     rotation = wait(back_in_quarantine(clock, verifier), clock, verifier, 6)
     run_maintenance()
@@ -247,7 +240,6 @@ def test_replacement_in_quarantine_of_a_rollback_is_hidden_and_then_destroyed(cl
     assert (copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (HELD, DESTROYED)
 
 
-@pytest.mark.sqlite
 def test_predecessor_lost_in_a_rollback_restores_the_replacement_as_the_newest(
     clock: Clock, verifier: UsageLog
 ) -> None:
@@ -260,7 +252,6 @@ def test_predecessor_lost_in_a_rollback_restores_the_replacement_as_the_newest(
     assert (copy_of(rotation.predecessor), copy_of(rotation.replacement)) == (DESTROYED, HELD)
 
 
-@pytest.mark.sqlite
 def test_replacement_that_is_the_newest_is_never_hidden(clock: Clock, verifier: UsageLog) -> None:
     """Without the predecessor's copy merchants would find nothing at the path."""
     key, _ = scene.issue(scene.account(), clock(), delivery=Delivery.SHOW_ONCE)
@@ -283,7 +274,6 @@ def test_replacement_that_is_the_newest_is_never_hidden(clock: Clock, verifier: 
     assert copy_of(rotation.replacement) == HELD
 
 
-@pytest.mark.sqlite
 def test_merchant_offboarded_in_quarantine_leaves_no_copy(clock: Clock, verifier: UsageLog) -> None:
     rotation = hidden(clock, verifier)
     merchant = rotation.credential.account.merchant
@@ -296,7 +286,6 @@ def test_merchant_offboarded_in_quarantine_leaves_no_copy(clock: Clock, verifier
 # --- backend outages, denials and losses --------------------------------------------------------------------
 
 
-@pytest.mark.sqlite
 @pytest.mark.parametrize("error", [BackendUnavailableError("sealed"), BackendDeniedError("refused", status=403)])
 def test_backend_that_fails_to_hide_copies_delays_no_quarantine(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, error: KeyvaultError
@@ -316,7 +305,6 @@ def test_backend_that_fails_to_hide_copies_delays_no_quarantine(
     assert (rotation.state, copy_of(rotation.predecessor)) == (S.COMPLETED, DESTROYED)
 
 
-@pytest.mark.sqlite
 @pytest.mark.parametrize("error", [BackendUnavailableError("sealed"), BackendDeniedError("refused", status=403)])
 def test_backend_that_fails_to_restore_a_copy_is_retried(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, error: KeyvaultError
@@ -339,7 +327,6 @@ def test_backend_that_fails_to_restore_a_copy_is_retried(
     assert copy_of(rotation.predecessor) == HELD
 
 
-@pytest.mark.sqlite
 def test_copy_that_cannot_be_restored_raises_an_alarm_and_the_key_stays_good(clock: Clock, verifier: UsageLog) -> None:
     rotation = attempt(hidden(clock, verifier), clock, verifier, KNOWN)
     key = rotation.predecessor
@@ -353,7 +340,6 @@ def test_copy_that_cannot_be_restored_raises_an_alarm_and_the_key_stays_good(clo
 # --- public keys --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sqlite
 def test_public_key_in_quarantine_is_not_shown_with_the_reason(clock: Clock, verifier: UsageLog) -> None:
     """The refusal states its reason before and after the copy is hidden; a good key is shown again."""
     key, _ = scene.issue(scene.account(), clock(), kind=KeyKind.PUBLIC)
@@ -377,6 +363,7 @@ def test_public_key_in_quarantine_is_not_shown_with_the_reason(clock: Clock, ver
 # --- killed, lost, failed -----------------------------------------------------------------------------------
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("when", ["before", "after", "commit"])
 @pytest.mark.parametrize(("call", "due"), [("soft_delete", "delete_due"), ("undelete", "restore_due")])
 def test_step_killed_anywhere_is_completed_by_the_next_run(
@@ -407,6 +394,7 @@ def test_step_killed_anywhere_is_completed_by_the_next_run(
     assert copy_of(rotation.predecessor) == (DELETED if due == "delete_due" else HELD)
 
 
+@pytest.mark.database
 def test_step_overtaken_by_another_worker_writes_nothing(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +414,7 @@ def test_step_overtaken_by_another_worker_writes_nothing(
     assert AuditEntry.objects.filter(event="key.material_deleted").count() == 1
 
 
+@pytest.mark.database
 def test_worker_overtaken_before_its_call_changes_nothing_in_the_backend(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,7 +454,6 @@ def retiring(clock: Clock) -> Key:
     return key
 
 
-@pytest.mark.sqlite
 @pytest.mark.long
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=14))

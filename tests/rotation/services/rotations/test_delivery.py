@@ -33,7 +33,7 @@ from tests.rotation.copies import DelayedKeystore
 from tests.rotation.steps import advance, begun, run_due, wait
 from tests.verifiers import confirm, make_verifier
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 RECIPIENT = X25519PrivateKey.from_private_bytes(bytes(range(32)))
 BOTH_WAYS = (DeliveryChannel.SECRET_BACKEND, DeliveryChannel.WEBHOOK)
@@ -72,6 +72,7 @@ def webhook_delivery(rotation: Rotation) -> WebhookDelivery:
     return delivery
 
 
+@pytest.mark.database
 def test_rotation_by_webhook_waits_until_the_endpoint_accepts_the_message(clock: Clock, verifier: UsageLog) -> None:
     make_endpoint(clock)
     rotation = advance(begun(clock, channels=BOTH_WAYS), clock)
@@ -114,7 +115,6 @@ def test_rotation_whose_endpoint_is_disabled_stalls_in_the_turn_that_this_makes_
     assert get_rotation(rotation.rotation_id).state == S.STALLED
 
 
-@pytest.mark.sqlite
 def test_plan_by_webhook_without_an_endpoint_is_refused(clock: Clock) -> None:
     with pytest.raises(RequestInvalidError) as refused:
         begun(clock, channels=BOTH_WAYS)
@@ -131,6 +131,7 @@ def test_message_of_a_replacement_holds_ids_and_no_secret(clock: Clock, verifier
     }
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("is_down", [False, True])
 def test_sealed_replacement_is_collectable_with_the_backend_down(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, *, is_down: bool
@@ -148,7 +149,6 @@ def test_sealed_replacement_is_collectable_with_the_backend_down(
     assert rotation.replacement.backend_version == (None if is_down else 2)
 
 
-@pytest.mark.sqlite
 def test_rotation_resumed_past_its_deadline_is_refused(clock: Clock, verifier: UsageLog) -> None:
     rotation = advance(begun(clock, deadline=scene.later(clock(), 60)), clock)
     rotation = wait(rotation, clock, verifier, 120)
@@ -178,7 +178,6 @@ def test_sealed_replacement_after_a_worker_death_is_still_collectable(
     assert (rotation.replacement_id or "nothing") in opened(rotation, clock)
 
 
-@pytest.mark.sqlite
 def test_sealed_replacement_rolled_back_makes_its_unanswered_write_fail(
     clock: Clock, verifier: UsageLog, keystore: DelayedKeystore
 ) -> None:
@@ -196,6 +195,7 @@ def test_sealed_replacement_rolled_back_makes_its_unanswered_write_fail(
     assert newest.labels["key_id"] == rotation.predecessor_id
 
 
+@pytest.mark.database
 def test_sealed_replacement_staged_during_an_outage_is_sealed_at_once_and_shown_once_accepted(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

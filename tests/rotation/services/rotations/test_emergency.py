@@ -32,7 +32,7 @@ from tests.factories import make_operator, the_operator
 from tests.rotation import scene
 from tests.rotation.steps import advance, begun, key_states, overlapping, quarantined
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 PRODUCTION = Environment.PRODUCTION
 
@@ -74,6 +74,7 @@ def all_dependencies_down() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------ one key
 
 
+@pytest.mark.database
 def test_compromise_revokes_and_requests_the_replacement_of_the_last_key(clock: Clock, verifier: UsageLog) -> None:
     key, _ = scene.first_key(clock())
     response = report(key, clock)
@@ -86,6 +87,7 @@ def test_compromise_revokes_and_requests_the_replacement_of_the_last_key(clock: 
     assert (rotation.state, key_states(rotation)) == (S.COMPLETED, ("compromised", "active"))
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("environment", Environment)
 def test_compromise_during_an_outage_revokes_and_the_new_key_follows(
     clock: Clock, verifier: UsageLog, environment: Environment
@@ -106,7 +108,6 @@ def test_compromise_during_an_outage_revokes_and_the_new_key_follows(
     assert key_states(advance(rotation, clock, 60)) == ("compromised", "active")
 
 
-@pytest.mark.sqlite
 def test_compromise_without_replace_requests_nothing(clock: Clock) -> None:
     key, _ = scene.first_key(clock())
     response = report(key, clock, replace=False)
@@ -114,7 +115,6 @@ def test_compromise_without_replace_requests_nothing(clock: Clock) -> None:
     assert not Rotation.objects.exists()
 
 
-@pytest.mark.sqlite
 def test_compromise_repeated_answers_the_same(clock: Clock) -> None:
     """The answer and the rotation are the same: nothing is requested twice."""
     key, _ = scene.first_key(clock())
@@ -122,7 +122,6 @@ def test_compromise_repeated_answers_the_same(clock: Clock) -> None:
     assert Rotation.objects.count() == 1
 
 
-@pytest.mark.sqlite
 def test_compromise_without_permission_for_rotations_still_revokes(clock: Clock) -> None:
     """Requesting a replacement takes its own permission; the revocation does not."""
     key, _ = scene.first_key(clock())
@@ -138,7 +137,6 @@ def _refusing(*_: object, **__: object) -> None:
     raise PermissionMissingError("This requires the permission rotations:write.")
 
 
-@pytest.mark.sqlite
 @pytest.mark.parametrize("fault", [OperationalError("disk full"), RuntimeError("a bug"), ConnectionError("away")])
 def test_compromise_whose_replacement_request_fails_stands(
     clock: Clock, fault: Exception, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +153,7 @@ def test_compromise_whose_replacement_request_fails_stands(
     assert "The request failed" in response.no_replacement
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_compromise_inside_a_transaction_is_refused(clock: Clock) -> None:
     """A caller cannot wrap the revocation into a transaction that is rolled back."""
@@ -163,7 +162,6 @@ def test_compromise_inside_a_transaction_is_refused(clock: Clock) -> None:
         report(key, clock)
 
 
-@pytest.mark.sqlite
 def test_compromise_without_permission_to_revoke_is_refused(clock: Clock) -> None:
     key, _ = scene.first_key(clock())
     wrong = authorize(responder(), P.KEYS_READ, key.credential.account, now=clock())
@@ -211,7 +209,6 @@ def test_compromise_of_the_replacement_in_quarantine_names_the_open_rotation(clo
     assert state_of(rotation.predecessor) == "active"
 
 
-@pytest.mark.sqlite
 def test_compromise_beside_a_suspended_key_explains_why_none_is_requested(clock: Clock) -> None:
     """An operator may resume the suspended key, so no third key is created."""
     key, _ = scene.first_key(clock())
@@ -281,6 +278,7 @@ def test_leak_of_both_keys_of_a_credential_requests_one_replacement(clock: Clock
     assert Notice.objects.filter(kind="credential.without_key").count() == 1
 
 
+@pytest.mark.database
 def test_leak_during_an_outage_revokes_every_key(clock: Clock) -> None:
     made = [scene.first_key(clock(), environment=PRODUCTION)[0] for _ in range(2)]
     with all_dependencies_down():
@@ -289,7 +287,6 @@ def test_leak_during_an_outage_revokes_every_key(clock: Clock) -> None:
     assert None not in {response.rotation_id for response in responses}
 
 
-@pytest.mark.sqlite
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_leak_in_which_one_key_fails_revokes_the_others(
     clock: Clock, failing: int, monkeypatch: pytest.MonkeyPatch
@@ -309,6 +306,7 @@ def test_leak_in_which_one_key_fails_revokes_the_others(
     assert [state_of(key) for key in made].count("compromised") == 2
 
 
+@pytest.mark.database
 def test_leak_interrupted_keeps_its_revocations_and_is_repeatable(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +328,6 @@ def test_leak_interrupted_keeps_its_revocations_and_is_repeatable(
     assert {state_of(key) for key in made} == {"compromised"}
 
 
-@pytest.mark.sqlite
 @pytest.mark.parametrize("count", [0, 501])
 def test_leak_of_none_or_too_many_is_refused(clock: Clock, count: int) -> None:
     with pytest.raises(RequestInvalidError) as refused:
@@ -338,7 +335,6 @@ def test_leak_of_none_or_too_many_is_refused(clock: Clock, count: int) -> None:
     assert refused.value.faults[0].detail == "1 to 500 keys"
 
 
-@pytest.mark.sqlite
 def test_leak_reported_without_permission_revokes_nothing(clock: Clock) -> None:
     key, _ = scene.first_key(clock())
     auditor = make_operator("auditor", Role.AUDITOR)
@@ -347,7 +343,6 @@ def test_leak_reported_without_permission_revokes_nothing(clock: Clock) -> None:
     assert state_of(key) == "active"
 
 
-@pytest.mark.sqlite
 def test_leak_of_a_key_string_with_a_wrong_checksum_is_not_looked_up(clock: Clock) -> None:
     """A text that is not one of the service's keys is neither looked up nor repeated."""
     (response,) = leaked(clock, mint()[:-1] + "?")

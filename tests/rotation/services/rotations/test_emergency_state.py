@@ -22,7 +22,7 @@ from tests.clocks import Clock
 from tests.rotation import scene
 from tests.rotation.steps import advance, begun, key_states, overlapping, revoke, run_due, wait
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 COMPROMISE, PRODUCTION = RevocationReason.KEY_COMPROMISE, Environment.PRODUCTION
 
@@ -48,6 +48,7 @@ def reissue(rotation: Rotation, clock: Clock) -> Rotation:
     return reissue_key(grant, rotation.credential, "the last key leaked")
 
 
+@pytest.mark.database
 def test_compromise_before_the_replacement_makes_it_an_emergency_without_window(
     clock: Clock, verifier: UsageLog
 ) -> None:
@@ -114,6 +115,7 @@ def test_credential_with_a_usable_or_suspended_key_is_not_reissued(clock: Clock,
         reissue_key(grant, key.credential, " ")
 
 
+@pytest.mark.database
 def test_revoke_with_the_backend_down_holds_and_the_new_key_follows(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +170,7 @@ def test_bypass_of_a_rotation_not_awaiting_approval_is_refused(clock: Clock, ver
     assert get_rotation(rotation.rotation_id).predecessor.state == KeyState.ACTIVE
 
 
+@pytest.mark.database
 def test_bypass_by_the_database_alone_is_refused(clock: Clock, verifier: UsageLog) -> None:
     """Setting the column without its break-glass row has no effect: a trigger compares the two."""
     rotation = asked_in_production(clock)

@@ -24,7 +24,7 @@ from tests.clocks import Clock
 from tests.rotation import scene
 from tests.rotation.steps import advance, begun, damage, key_states, overlapping, quarantined, revoke, wait
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 HELD = ("suspended", "active")
 
@@ -48,6 +48,7 @@ def attempt(rotation: Rotation, clock: Clock, verifier: UsageLog) -> None:
     scene.use(verifier, rotation.predecessor_id, outcome=UseOutcome.REFUSED)
 
 
+@pytest.mark.database
 def test_held_key_is_not_revoked_until_its_release(clock: Clock, verifier: UsageLog) -> None:
     """The quarantine begins again with the release."""
     rotation = held(clock, verifier)
@@ -78,7 +79,6 @@ def test_held_key_is_not_reinstated_by_an_attempt_until_its_release(clock: Clock
     assert (rotation.state, key_states(rotation)) == (S.OVERLAP, ("active", "active"))
 
 
-@pytest.mark.sqlite
 def test_held_key_stays_suspended_when_the_replacement_is_revoked(clock: Clock, verifier: UsageLog) -> None:
     """Without a hold, the next turn would reinstate the predecessor; with one, the operator decides."""
     rotation = held(clock, verifier)
@@ -90,7 +90,6 @@ def test_held_key_stays_suspended_when_the_replacement_is_revoked(clock: Clock, 
     assert (rotation.state, key_states(rotation)) == (S.CANCELLED, ("active", "deactivated"))
 
 
-@pytest.mark.sqlite
 def test_held_key_revoked_by_hand_ends_the_rotation(clock: Clock, verifier: UsageLog) -> None:
     """A hold never prevents a revocation by a person."""
     rotation = held(clock, verifier)
@@ -98,7 +97,6 @@ def test_held_key_revoked_by_hand_ends_the_rotation(clock: Clock, verifier: Usag
     assert advance(rotation, clock, 3).state == S.COMPLETED
 
 
-@pytest.mark.sqlite
 def test_held_key_resumed_by_hand_is_no_longer_held(clock: Clock, verifier: UsageLog) -> None:
     rotation = held(clock, verifier)
     key = get_key(rotation.predecessor_id)
@@ -108,7 +106,6 @@ def test_held_key_resumed_by_hand_is_no_longer_held(clock: Clock, verifier: Usag
     assert (rotation.state, rotation.stalled_from, rotation.held_at) == (S.STALLED, S.OVERLAP, None)
 
 
-@pytest.mark.sqlite
 def test_held_key_of_an_unreadable_plan_stays_suspended(clock: Clock, verifier: UsageLog) -> None:
     """A stall ends other quarantines, and not this one."""
     rotation = held(clock, verifier)
@@ -132,7 +129,6 @@ def test_held_replacement_of_a_rollback_is_not_revoked(clock: Clock, verifier: U
     assert wait(release(rotation, clock), clock, verifier, 6).state == S.ROLLED_BACK
 
 
-@pytest.mark.sqlite
 def test_held_key_is_not_rolled_back(clock: Clock, verifier: UsageLog) -> None:
     """A rollback would resume it."""
     rotation = held(clock, verifier)
@@ -141,7 +137,6 @@ def test_held_key_is_not_rolled_back(clock: Clock, verifier: UsageLog) -> None:
         abort_rotation(grant, rotation, "changed our minds")
 
 
-@pytest.mark.sqlite
 def test_hold_needs_a_reason_and_a_key_in_quarantine(clock: Clock, verifier: UsageLog) -> None:
     rotation = overlapping(clock, verifier)
     with pytest.raises(StateConflictError, match="no key in quarantine"):

@@ -27,7 +27,7 @@ from tests.rotation import scene
 from tests.rotation.scene import unavailable
 from tests.rotation.steps import advance, begun, key_states, overlapping, quarantined, revoke, wait
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 Patch = pytest.MonkeyPatch
 Way = Callable[[Clock, UsageLog, Patch], Rotation]
@@ -106,11 +106,11 @@ WAYS: dict[S, Way] = {
 }
 
 
+@pytest.mark.database
 def test_aborted_every_open_state_is_tested() -> None:
     assert set(WAYS) == set(ABORTED) == set(OPEN)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("state", OPEN)
 def test_aborted_in_each_state_does_what_was_reviewed(
     state: S, clock: Clock, verifier: UsageLog, monkeypatch: Patch
@@ -133,7 +133,6 @@ def test_aborted_in_each_state_does_what_was_reviewed(
         assert new == ("active" if expected is S.ROLLING_BACK else "deactivated")
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("state", [S.SCHEDULED, S.STAGED, S.AWAITING_PROOF, S.OVERLAP])
 def test_aborted_while_stalled_depends_on_the_state_it_stalled_in(
     state: S, clock: Clock, verifier: UsageLog, monkeypatch: Patch

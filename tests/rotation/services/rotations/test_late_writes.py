@@ -20,7 +20,7 @@ from tests.rotation.copies import DelayedKeystore
 from tests.rotation.steps import advance, begun, key_states, revoke
 from tests.verifiers import make_verifier
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def stored_key(rotation: Rotation) -> str | None:
@@ -63,6 +63,7 @@ def settled(rotation: Rotation, clock: Clock, discarded: str) -> Rotation:
     return rotation
 
 
+@pytest.mark.database
 def test_rotation_aborted_after_a_late_write_keeps_the_predecessor_readable(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +165,7 @@ def after_an_unsent_write(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Rota
         return advance(rotation, clock)
 
 
+@pytest.mark.database
 def test_rotation_aborted_after_a_write_that_was_not_sent_is_canceled(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,13 +24,14 @@ from tests.factories import make_token, the_operator
 from tests.rotation import scene
 from tests.rotation.steps import advance, begun, quarantined, revoke, wait
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def notified_kinds(rotation: Rotation) -> list[str]:
     return sorted(Notice.objects.filter(subject=rotation.rotation_id).values_list("kind", flat=True))
 
 
+@pytest.mark.database
 def test_staged_rotation_waits_for_every_verifier_that_has_not_confirmed(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from tests.rotation.scene import unavailable
 from tests.rotation.steps import advance, begun, damage, revoke
 from tests.verifiers import confirm, make_verifier
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 FAR = 2**40
 """A sequence above every change of a test."""
@@ -58,6 +58,7 @@ def accept() -> None:
         confirm(Verifier.objects.get(), FAR)
 
 
+@pytest.mark.database
 def test_pending_copy_is_apart_from_what_the_merchant_reads_and_erased_at_delivery(
     staged: Rotation, clock: Clock
 ) -> None:
@@ -88,6 +89,7 @@ def test_pending_copy_of_a_canceled_rotation_is_erased_by_maintenance(staged: Ro
     assert forget_due(clock()) == 0
 
 
+@pytest.mark.database
 def test_pending_copy_stays_open_while_the_backend_is_down_and_is_erased_later(
     staged: Rotation, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +159,7 @@ def killed(method: str, *, is_after: bool, number: int = 1) -> Callable[..., Any
     return wrapped
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("point", ["keep", "publish", "erase"])
 def test_worker_killed_at_the_pending_copy_leaves_a_rotation_that_completes(

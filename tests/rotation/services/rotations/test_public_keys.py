@@ -29,7 +29,7 @@ from tests.factories import on_host
 from tests.rotation import scene
 from tests.rotation.steps import advance, key_states, wait
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 PRODUCTION = Environment.PRODUCTION
 
@@ -55,6 +55,7 @@ def retire(rotation: Rotation, clock: Clock, seconds: float, who: OperatorPrinci
     return request_retirement(grant, rotation, scene.later(clock(), seconds))
 
 
+@pytest.mark.database
 def test_public_key_is_confirmed_by_an_operator_and_overlaps_without_a_deadline(
     clock: Clock, verifier: UsageLog
 ) -> None:

@@ -33,7 +33,7 @@ from tests.factories import make_operator, on_host, the_operator
 from tests.rotation import scene
 from tests.rotation.scene import unavailable
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 PRODUCTION = Environment.PRODUCTION
 
@@ -54,6 +54,7 @@ def approve(rotation: Rotation, who: OperatorPrincipal, clock: Clock, digest: st
     approve_rotation(grant, rotation, digest or rotation.plan_digest)
 
 
+@pytest.mark.database
 def test_rotation_in_production_awaits_a_second_person(clock: Clock) -> None:
     rotation = in_production(clock)
     assert rotation.state == S.AWAITING_APPROVAL
@@ -77,6 +78,7 @@ def test_rotation_approval_is_bound_to_the_plan_that_was_shown(clock: Clock) -> 
         approve(rotation, scene.approver(), clock, digest="0" * 64)
 
 
+@pytest.mark.database
 def test_rotation_advanced_without_approval_is_refused_by_the_database(clock: Clock) -> None:
     """Even raw SQL cannot schedule an unapproved rotation."""
     rotation = in_production(clock)
@@ -158,6 +160,7 @@ def test_rotation_plan_below_the_production_minimum_is_refused(
     assert [fault.pointer for fault in refused.value.faults] == [pointer]
 
 
+@pytest.mark.database
 def test_rotation_aborted_before_delivery_discards_the_replacement(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from tests.factories import the_operator
 from tests.rotation import scene
 from tests.rotation.steps import advance, begun, key_states, overlapping, quarantined, revoke, wait
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 
 def abort(rotation: Rotation, clock: Clock) -> Rotation:
@@ -39,6 +39,7 @@ def stored_key(rotation: Rotation) -> str | None:
     return None if stored is None else stored.labels["key_id"]
 
 
+@pytest.mark.database
 def test_rotation_rolled_back_in_overlap_redelivers_the_predecessor(clock: Clock, verifier: UsageLog) -> None:
     """At no step of the rollback is there a time without a good key."""
     rotation = abort(overlapping(clock, verifier), clock)
@@ -82,7 +83,6 @@ def test_replacement_used_while_rolling_back_restarts_its_silence(clock: Clock, 
     assert wait(rotation, clock, verifier, 3).quarantined_at is not None
 
 
-@pytest.mark.sqlite
 def test_predecessor_compromised_while_rolling_back_redelivers_the_replacement(
     clock: Clock, verifier: UsageLog
 ) -> None:
@@ -106,7 +106,6 @@ def test_replacement_revoked_while_rolling_back_ends_it(clock: Clock, verifier: 
     assert stored_key(rotation) == rotation.predecessor_id
 
 
-@pytest.mark.sqlite
 def test_replacement_tried_in_its_quarantine_delays_the_end(clock: Clock, verifier: UsageLog) -> None:
     rotation = advance(abort(overlapping(clock, verifier), clock), clock, 3)
     scene.use(verifier, rotation.predecessor_id)
@@ -118,14 +117,12 @@ def test_replacement_tried_in_its_quarantine_delays_the_end(clock: Clock, verifi
     assert wait(rotation, clock, verifier, 6).state == S.ROLLED_BACK
 
 
-@pytest.mark.sqlite
 def test_abort_while_rolling_back_or_revoking_is_refused(clock: Clock, verifier: UsageLog) -> None:
     rotation = abort(overlapping(clock, verifier), clock)
     with pytest.raises(StateConflictError, match="can no longer be ended"):
         abort(rotation, clock)
 
 
-@pytest.mark.sqlite
 def test_rollback_with_a_dead_predecessor_is_refused(clock: Clock, verifier: UsageLog) -> None:
     rotation = advance(begun(clock), clock)
     revoke(rotation.predecessor, clock)
@@ -135,7 +132,6 @@ def test_rollback_with_a_dead_predecessor_is_refused(clock: Clock, verifier: Usa
     assert rotation.predecessor.state == KeyState.DEACTIVATED
 
 
-@pytest.mark.sqlite
 def test_replacement_ended_in_quarantine_with_the_backend_down_reinstates_the_predecessor(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +148,7 @@ def test_replacement_ended_in_quarantine_with_the_backend_down_reinstates_the_pr
     assert (rotation.state, stored_key(rotation)) == (S.CANCELLED, rotation.predecessor_id)
 
 
+@pytest.mark.database
 def test_rotation_aborted_beside_a_stopped_worker_is_fenced(clock: Clock, verifier: UsageLog) -> None:
     """A worker that slept past its lease finds a newer version than the one that it meant to follow."""
     rotation = begun(clock)

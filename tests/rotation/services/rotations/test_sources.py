@@ -31,7 +31,7 @@ from rotation.services.rotations.requests import approve_rotation, request_rotat
 from tests.clocks import Clock
 from tests.rotation import scene
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 DAY = 86_400
 SHOP, MONTH_END = ("192.0.2.1", "198.51.100.1"), "203.0.113.7"
@@ -137,7 +137,6 @@ def fleet(clock: Clock, verifier: UsageLog) -> Fleet:
     return Fleet(clock, verifier)
 
 
-@pytest.mark.sqlite
 def test_silence_of_a_daily_client_does_not_hide_a_monthly_one(fleet: Fleet) -> None:
     """With the defaults of production, the month-end job still finds its key 30 days after its last call."""
     fleet.live(91)
@@ -149,6 +148,7 @@ def test_silence_of_a_daily_client_does_not_hide_a_monthly_one(fleet: Fleet) -> 
     assert rotation.state == S.OVERLAP
 
 
+@pytest.mark.database
 def test_silence_of_a_monthly_client_ends_after_two_of_its_gaps(fleet: Fleet) -> None:
     """A job that has stopped delays the rotation by its own habit, which the default deadline leaves time for."""
     fleet.live(91)
@@ -169,7 +169,6 @@ def test_silence_of_a_monthly_client_ends_after_two_of_its_gaps(fleet: Fleet) ->
     }
 
 
-@pytest.mark.sqlite
 def test_silence_of_a_monthly_client_that_never_moves_stalls_at_the_deadline(fleet: Fleet) -> None:
     """It is never refused: the deadline keeps both keys."""
     fleet.live(91)
@@ -181,7 +180,6 @@ def test_silence_of_a_monthly_client_that_never_moves_stalls_at_the_deadline(fle
     assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
 
 
-@pytest.mark.sqlite
 def test_silence_of_a_monthly_client_that_moved_is_one_gap_and_the_quiet_period(fleet: Fleet) -> None:
     """Another host of that source may call once more with the old key, within its gap."""
     fleet.live(91)
@@ -211,7 +209,6 @@ def test_gap_that_is_open_at_delivery_counts_as_long_as_it_is_then(fleet: Fleet)
     assert rotation.state == S.COMPLETED
 
 
-@pytest.mark.sqlite
 def test_monthly_job_that_ran_once_shortly_before_the_delivery_finds_its_key_a_month_later(fleet: Fleet) -> None:
     """The minutes of its one run, and of a second attempt on that day, are no habit."""
     fleet.day = 1
@@ -246,7 +243,6 @@ def test_client_in_use_for_more_than_a_day_was_seen_more_than_once(fleet: Fleet)
     assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
 
-@pytest.mark.sqlite
 def test_source_seen_once_is_awaited_until_the_deadline(fleet: Fleet) -> None:
     """One call gives no evidence of when the next one comes."""
     fleet.live(1)
@@ -349,7 +345,6 @@ def test_plan_lists_the_sources_that_cannot_be_silent_by_the_deadline(fleet: Fle
     assert Plan.from_json(rotation.plan).digest() == rotation.plan_digest
 
 
-@pytest.mark.sqlite
 def test_plan_with_the_fitting_deadline_completes(fleet: Fleet) -> None:
     fleet.live(91)
     now = fleet.clock()
@@ -362,7 +357,6 @@ def test_plan_with_the_fitting_deadline_completes(fleet: Fleet) -> None:
     assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
 
-@pytest.mark.sqlite
 def test_plan_with_the_default_deadline_fits_the_longest_gap(fleet: Fleet) -> None:
     fleet.live(91)
     assert late_sources(fleet.begin()) is None
@@ -374,7 +368,6 @@ def test_plan_lists_a_source_seen_once_without_a_deadline(fleet: Fleet) -> None:
     assert late_sources(fleet.begin()) == {JOB: None}
 
 
-@pytest.mark.sqlite
 def test_plan_lists_a_source_that_has_long_been_gone(fleet: Fleet) -> None:
     fleet.live(2, job_every=1)
     fleet.live(60, job_every=1000)
@@ -401,7 +394,6 @@ def test_plan_with_a_waived_source_awaits_the_others_only(fleet: Fleet) -> None:
     assert ended.state == S.COMPLETED
 
 
-@pytest.mark.sqlite
 def test_plan_with_a_waived_source_has_an_earlier_default_deadline(fleet: Fleet) -> None:
     fleet.live(91)
     now = fleet.clock()
@@ -412,7 +404,6 @@ def test_plan_with_a_waived_source_has_an_earlier_default_deadline(fleet: Fleet)
     assert waiving < awaiting
 
 
-@pytest.mark.sqlite
 def test_plan_of_the_sandbox_measures_by_no_gaps(clock: Clock, verifier: UsageLog) -> None:
     key, _ = scene.first_key(clock())
     scene.use(verifier, key.key_id)
@@ -437,7 +428,6 @@ def test_rotation_completes_although_a_verifier_is_lost_every_week(fleet: Fleet)
 # --- what it says, and what an operator can do --------------------------------------------------------------
 
 
-@pytest.mark.sqlite
 def test_rotation_says_which_sources_it_waits_for_and_until_when(fleet: Fleet) -> None:
     """Also while it is stalled at its deadline."""
     fleet.live(91)
@@ -506,7 +496,6 @@ def test_source_that_is_not_waived_reinstates_the_key_beside_a_waived_one(fleet:
     assert (rotation.state, rotation.reinstated_at is not None) == (S.OVERLAP, True)
 
 
-@pytest.mark.sqlite
 @pytest.mark.parametrize(
     ("source", "why", "error"),
     [

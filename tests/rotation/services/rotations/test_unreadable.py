@@ -19,7 +19,7 @@ from tests.clocks import Clock
 from tests.rotation import scene
 from tests.rotation.steps import begun, damage, run_due
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 DAMAGES: dict[str, dict[str, Any]] = {
     "a field of a newer release": {"skip_weekends": True},
@@ -34,6 +34,7 @@ def alarms(rotation: Rotation) -> list[str]:
     return [str(notice.kind) for notice in Notice.objects.filter(subject=rotation.rotation_id, is_alarm=True)]
 
 
+@pytest.mark.database
 @pytest.mark.postgres_once
 @pytest.mark.parametrize("changes", DAMAGES.values(), ids=DAMAGES)
 def test_rotation_with_an_unreadable_plan_stalls_and_the_others_continue(

@@ -31,7 +31,7 @@ from tests.rotation import scene
 from tests.rotation.services.schedules.test_schedules import NIGHTS, calendar, damage, save
 from tests.services.rows import disable_triggers
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 DAY = timedelta(days=1)
@@ -43,6 +43,7 @@ def dates(now: datetime, ahead: timedelta = YEAR, **where: Any) -> dict[str, Sch
     return {date.label: date for date in list_next(now, now + ahead, **where).dates}
 
 
+@pytest.mark.database
 def test_calendar_lists_the_next_date_of_each_credential_in_order(clock: Clock) -> None:
     scene.issue(scene.account(), clock(), label="second")
     scene.issue(scene.account("globex"), clock() - 10 * DAY, label="first")
@@ -58,6 +59,7 @@ def test_calendar_lists_the_next_date_of_each_credential_in_order(clock: Clock) 
     assert dates(clock(), scope=EVERYWHERE.narrowed_to(None, PRODUCTION)) == {}
 
 
+@pytest.mark.database
 def test_calendar_writes_nothing(clock: Clock) -> None:
     """Reading writes no row and opens no write transaction."""
     for label in "abc":
@@ -154,6 +156,7 @@ def test_calendar_of_a_rejected_rotation_names_the_next_request(clock: Clock) ->
     assert "rejected" in date.why
 
 
+@pytest.mark.database
 def test_calendar_of_many_keys_needs_a_constant_number_of_queries(clock: Clock) -> None:
     for number in range(8):
         scene.issue(scene.account(), clock(), label=f"n{number}")
@@ -249,7 +252,6 @@ def test_command_tells_that_there_are_more_dates(monkeypatch: pytest.MonkeyPatch
     assert json.loads(output_of("--json"))["has_more"] is True
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("days", ["0", "733", "soon", "-1"])
 def test_command_with_invalid_days_is_refused(days: str) -> None:
     with pytest.raises(CommandError):

@@ -59,7 +59,7 @@ from tests.factories import make_operator, on_host
 from tests.rotation import scene
 from tests.rotation.steps import damage as damage_plan
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 DAY = timedelta(days=1)
@@ -101,6 +101,7 @@ def events(prefix: str) -> list[str]:
 # --- saving -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.database
 def test_schedule_saved_again_updates_the_row_and_its_owner(clock: Clock) -> None:
     place = scene.account()
     first = save(place, clock(), window=NIGHTS, overrides=PlanOverrides(proof=Proof.ACK))
@@ -112,7 +113,6 @@ def test_schedule_saved_again_updates_the_row_and_its_owner(clock: Clock) -> Non
     assert events("schedule.") == ["schedule.saved", "schedule.saved"]
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("terms", "pointer"),
     [
@@ -140,7 +140,6 @@ def test_schedule_that_is_infeasible_is_refused_with_the_field(
     assert not RotationSchedule.objects.exists()
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("name", ["not_before", "deadline", "retire_at"])
 def test_schedule_with_a_date_in_its_plan_is_refused(clock: Clock, name: str) -> None:
     with pytest.raises(RequestInvalidError) as refused:
@@ -237,6 +236,7 @@ def test_calendar_has_a_limited_number_of_enabled_schedules(clock: Clock, monkey
         enable_schedule(grant, RotationSchedule.objects.get(pk=row.pk))
 
 
+@pytest.mark.database
 def test_calendar_of_many_schedules_is_saved_in_few_queries(clock: Clock) -> None:
     calendar("freeze", clock())
 
@@ -268,7 +268,6 @@ def test_calendar_changed_while_a_schedule_is_saved_makes_one_of_them_conflict(c
     assert BlackoutCalendar.objects.get().version == version + 1
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(
     ("name", "periods", "pointer"),
     [
@@ -339,6 +338,7 @@ def test_begin_due_of_a_schedule_saved_on_a_command_line_is_noted_at_the_approva
     assert [act.subject for act in BreakGlass.objects.all()] == ([rotation.pk] if is_claimed else [])
 
 
+@pytest.mark.database
 def test_begin_due_waits_for_the_window_and_its_blackouts(clock: Clock) -> None:
     """The approved plan carries the window and the blackouts of that day.
 
@@ -562,7 +562,6 @@ def failures() -> set[str]:
     return {*refused, *(str(pk) for pk in ScheduleCheck.objects.exclude(fault="").values_list("pk", flat=True))}
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("end", ["the schedule is disabled", "the key is revoked", "it is rotated by hand"])
 def test_begin_due_forgets_the_failure_of_what_is_no_longer_due(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, end: str
@@ -638,7 +637,6 @@ def damage(row: RotationSchedule, **changes: Any) -> None:
     rows.filter(pk=row.pk).update(**changes)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("changes", UNREADABLE.values(), ids=UNREADABLE)
 def test_begin_due_with_an_unreadable_schedule_stalls_it_and_starts_the_others(
     clock: Clock, changes: dict[str, Any]
@@ -706,6 +704,7 @@ def test_begin_due_in_an_environment_not_served_here_starts_nothing(clock: Clock
     assert begin_due(clock() + 91 * DAY) == []
 
 
+@pytest.mark.database
 def test_begin_due_with_nothing_due_needs_few_queries_for_any_number_of_keys(clock: Clock) -> None:
     for number in range(6):
         scene.issue(scene.account(), clock() - number * DAY, label=f"n{number}")
@@ -734,6 +733,7 @@ def test_candidates_without_a_date_are_of_the_listed_environments_only(clock: Cl
         assert {(each.environment, each.label) for each in found} == {(environment, "dated"), (environment, "waiting")}
 
 
+@pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 def test_begin_due_twice_concurrently_starts_each_once(clock: Clock) -> None:
     """Two simultaneous ticks and the next one start one rotation per credential, and none fails."""

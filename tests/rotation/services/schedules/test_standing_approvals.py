@@ -42,7 +42,7 @@ from tests.factories import make_operator, on_host
 from tests.rotation import scene
 from tests.rotation.services.schedules.test_schedules import calendar, save
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 A = StandingApprovalState
 PRODUCTION = Environment.PRODUCTION
@@ -82,6 +82,7 @@ def state_of_next(clock: Clock) -> str:
     return str(Rotation.objects.get(pk=rotation_id).state)
 
 
+@pytest.mark.database
 def test_rotation_under_a_standing_approval_needs_no_other_and_cites_it(clock: Clock) -> None:
     row = approve(ask(schedule(clock), clock), clock)
     assert row.state == A.APPROVED
@@ -156,7 +157,6 @@ def _freeze(row: RotationSchedule, clock: Clock) -> None:
     calendar("freeze", clock(), (clock() + DAY, clock() + 2 * DAY))
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("change", [_save, _toggle, _freeze])
 @pytest.mark.parametrize("is_approved", [True, False], ids=["approved", "undecided"])
 def test_change_of_schedule_or_calendar_voids_the_standing_approval(
@@ -179,7 +179,6 @@ def test_change_of_schedule_or_calendar_voids_the_standing_approval(
     assert state_of_next(clock) == S.AWAITING_APPROVAL
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("end", ["expired", "withdrawn"])
 def test_rotation_after_the_standing_approval_has_ended_awaits_its_own(clock: Clock, end: str) -> None:
     row = approve(ask(schedule(clock), clock, days=30), clock)
@@ -219,7 +218,6 @@ def test_standing_approval_renewed_takes_the_place_of_the_first_once_approved(cl
     assert state_of_next(clock) == S.SCHEDULED
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("altered", [{"cryptoperiod_days": 29}, {"overrides": {"quiet_seconds": 7_200}}])
 def test_schedule_altered_beside_the_services_is_not_covered(clock: Clock, altered: dict[str, Any]) -> None:
     """Guarantee: each rotation compares the schedule with the approved digest."""
@@ -260,7 +258,6 @@ def announced() -> list[tuple[str, bool]]:
     return list(rows.values_list("kind", "is_alarm"))
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize(("days", "ahead"), [(366, 14 * DAY), (90, 9 * DAY), (1, DAY / 10)])
 def test_standing_approval_that_expires_is_announced_in_advance_and_alarmed_afterwards(
     clock: Clock, days: int, ahead: timedelta
@@ -301,7 +298,6 @@ def _renew(row: StandingApproval, clock: Clock) -> None:
     approve(ask(row.schedule, clock, days=366), clock)
 
 
-@pytest.mark.postgres_once
 @pytest.mark.parametrize("end", [_withdraw, _disable, _renew])
 def test_standing_approval_that_nothing_relies_on_expires_silently(
     clock: Clock, end: Callable[[StandingApproval, Clock], None]
@@ -312,6 +308,7 @@ def test_standing_approval_that_nothing_relies_on_expires_silently(
     assert announced() == []
 
 
+@pytest.mark.database
 def test_standing_approval_whose_notice_fails_delays_no_other(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors are isolated per approval, and the next tick tries again."""
     first = approve(ask(schedule(clock), clock), clock)

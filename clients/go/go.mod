@@ -1,0 +1,3 @@
+module keyvault.example/client
+
+go 1.24

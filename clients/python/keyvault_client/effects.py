@@ -1,0 +1,74 @@
+"""What the client's logic asks its sync or async face to do.
+
+The logic is a generator: it yields an effect and gets its outcome. It does no I/O, so both faces share it.
+"""
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from keyvault.domain.plaintext import Plaintext
+
+
+class KeySource(Protocol):
+    """Where a key comes from.
+
+    `watch_seconds`: a client reads the source again for a call that comes this long after the last reading, in seconds;
+    None: only after the service has refused the key.
+    """
+
+    watch_seconds: float | None
+
+    def read(self, timeout: float) -> Plaintext:
+        """Return the key, within `timeout` seconds. May raise any exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a request. The outcome is a Reply or a Failure. `deadline`: a time of `time.monotonic()`."""
+
+    method: str
+    url: str
+    headers: Mapping[str, str | Plaintext]
+    body: bytes = field(repr=False)
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait; the outcome is None."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReadKey:
+    """Read a key source. The outcome is a Plaintext, or the exception of the source."""
+
+    source: KeySource
+    timeout: float
+
+
+Effect = Send | Wait | ReadKey
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A complete reply. `headers`: names in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """There is no complete reply. `cause`: why, without any part of the request."""
+
+    cause: str
+    is_deadline: bool = False
+
+
+_Result = TypeVar("_Result")
+Steps = Generator[Effect, Any, _Result]
+"""A run of the client's logic. Any: the outcome depends on the effect, see each effect."""

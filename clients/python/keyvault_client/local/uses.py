@@ -1,0 +1,100 @@
+"""Uses of keys that were decided from memory, until the service has stored them."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+MAX_ROWS = 20_000
+"""Maximum rows that wait for a report. Beyond it, requests are decided by the service, which counts them itself."""
+
+MAX_REPORTED = 2_000
+"""Maximum rows of one report."""
+
+_MAX_TEXT = 120
+_MAX_AGE_SECONDS = 23 * 3600
+"""Age from which the service refuses a use, with a margin, in seconds."""
+
+UseKey = tuple[str, str, str, str, str]
+"""Key id, endpoint, client address, user agent and origin."""
+
+
+@dataclass(slots=True)
+class Report:
+    """A numbered report. A repeated number adds nothing, so a report is sent until the service has answered it."""
+
+    number: int
+    flushed_through: float
+    rows: list[dict[str, Any]]
+    is_last: bool
+
+
+class Uses:
+    """Counts uses, and makes reports of them. The caller holds a lock around each method."""
+
+    def __init__(self) -> None:
+        self._rows: dict[UseKey, list[float]] = {}
+        self._waiting: deque[list[dict[str, Any]]] = deque()
+        self._number = 0
+        self._flushed_through = self._through = time.time()
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._rows) < MAX_ROWS
+
+    def count(self, key: UseKey, at: float) -> None:
+        row = self._rows.get(key)
+        if row is None:
+            self._rows[key] = [1, at, at]
+        else:
+            row[0] += 1
+            row[2] = at
+
+    def begin_report(self, at: float) -> None:
+        """Take what was counted. Every use until `at` is in the reports that follow."""
+        rows, self._rows, self._through = self._rows, {}, at
+        described = [_describe(key, row) for key, row in rows.items() if at - row[1] < _MAX_AGE_SECONDS]
+        for start in range(0, len(described), MAX_REPORTED):
+            self._waiting.append(described[start : start + MAX_REPORTED])
+
+    def next_report(self) -> Report:
+        """Return the report to send next; it has no rows when everything was stored."""
+        rows = self._waiting[0] if self._waiting else []
+        # Only the last report may say that everything is flushed.
+        is_last = len(self._waiting) <= 1
+        return Report(self._number + 1, self._through if is_last else self._flushed_through, rows, is_last)
+
+    def note_stored(self, report: Report) -> bool:
+        """Note that the service has stored a report. Returns whether there is another one to send."""
+        self._number, self._flushed_through = report.number, report.flushed_through
+        if self._waiting:
+            self._waiting.popleft()
+        return bool(self._waiting)
+
+    def drop(self, numbers: set[int]) -> None:
+        """Drop rows of the next report that the service refuses; all of them if it names none."""
+        if self._waiting:
+            rows = self._waiting[0]
+            self._waiting[0] = [row for number, row in enumerate(rows) if numbers and number not in numbers]
+
+
+def format_time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat()
+
+
+def _describe(key: UseKey, row: list[float]) -> dict[str, Any]:
+    key_id, endpoint, source, user_agent, origin = key
+    described: Mapping[str, Any] = {
+        "key_id": key_id,
+        "endpoint": endpoint,
+        "source": source,
+        "user_agent": user_agent[:_MAX_TEXT],
+        "origin": origin[:_MAX_TEXT],
+        "outcome": "allowed",
+        "count": int(row[0]),
+        "first_at": format_time(row[1]),
+        "last_at": format_time(row[2]),
+    }
+    return dict(described)

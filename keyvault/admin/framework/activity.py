@@ -1,0 +1,83 @@
+"""Audit entries as sentences, for the activity of an account and of its rows."""
+
+import json
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from django.http import HttpRequest
+from django.urls import reverse
+
+from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.components import Card, Feed, FeedEntry
+from keyvault.admin.framework.enforcement import may
+from keyvault.domain.audit import account_chain
+from keyvault.models import Account, AuditEntry
+
+MAX_READ = 300
+"""Maximum entries that a page reads: the newest of the account's chain."""
+
+MAX_SHOWN = 10
+
+_SPECIAL = {
+    "key.material_stored": "Key written to the secret backend",
+    "key.material_destroyed": "Key destroyed in the secret backend",
+    "credential.restricted": "Restrictions of the credential changed",
+}
+
+_TONES = {
+    "bad": ("compromised", "revoked", "rejected", "stalled", "suspended", "bypassed", "offboarded", "failed"),
+    "good": ("approved", "completed", "issued", "resumed", "activated", "delivered", "collected"),
+    "info": ("requested", "started", "created"),
+}
+_TONE_OF = {verb: tone for tone, verbs in _TONES.items() for verb in verbs}
+
+
+def sentence_of(event: str, actor: str) -> str:
+    """Describe an audit entry, such as `Rotation requested by tam`."""
+    noun, _, verb = event.partition(".")
+    what = _SPECIAL.get(event) or f"{noun} {verb}".replace("_", " ").strip()
+    return f"{what[0].upper()}{what[1:]} by {actor.partition(':')[2] or actor}"
+
+
+def activity_cards(
+    request: HttpRequest, account: Account, about: Collection[str] = (), *, title: str = "Timeline"
+) -> list[Card]:
+    """Return a card with the newest entries of an account's chain; none if the operator may not read the audit log.
+
+    Args:
+        about: ids of which an entry must name one; empty: all entries of the account. Only the newest MAX_READ entries
+            of the account are read.
+    """
+    if not may(request, P.AUDIT_READ, account):
+        return []
+    feed = Feed(list(_list_entries(account, about)), f"Nothing in the newest {MAX_READ} audit entries of the account.")
+    return [Card(title, feed, "every entry is in the audit log")]
+
+
+def _list_entries(account: Account, about: Collection[str]) -> Iterator[FeedEntry]:
+    chain = account_chain(account.merchant_id, account.environment)
+    limit = MAX_READ if about else MAX_SHOWN
+    wanted, shown = [text.encode() for text in about], 0
+    for entry in AuditEntry.objects.filter(chain=chain).order_by("-sequence")[:limit]:
+        body = bytes(entry.body)
+        if wanted and not any(text in body for text in wanted):
+            continue
+        yield FeedEntry(
+            sentence_of(entry.event, entry.actor),
+            entry.at,
+            _detail(json.loads(body)),
+            reverse("admin:keyvault_auditentry_change", args=[entry.pk]),
+            _TONE_OF.get(entry.event.rpartition(".")[2], ""),
+        )
+        shown += 1
+        if shown == MAX_SHOWN:
+            return
+
+
+def _detail(body: dict[str, Any]) -> str:
+    """Return what people wrote or chose: a reason or a label."""
+    details = body.get("details", {})
+    for name in ("why", "reason", "label"):
+        if isinstance(details.get(name), str) and details[name]:
+            return str(details[name])
+    return ""

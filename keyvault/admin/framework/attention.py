@@ -1,0 +1,188 @@
+"""What needs the operator's attention: rows of every model admin, found by one query for the menu and the overview."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest
+
+from keyvault.access.permissions import Permission
+from keyvault.access.rules import operation
+from keyvault.admin.framework.enforcement import operator_of
+from keyvault.admin.framework.shown_environment import environment_of
+from keyvault.admin.framework.widgets import Line
+
+if TYPE_CHECKING:
+    from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+
+MAX_LINES = 5
+"""Maximum lines that the overview shows per item."""
+
+MAX_ROWS = 200
+"""Maximum rows that are counted per item."""
+
+MAX_DECIDABLE = 50
+"""Maximum rows of an item that are read because the operator's decision on each is authorized."""
+
+URGENT_TONES = frozenset({"alarm", "action"})
+"""Tones of items that the operator can act on. The menu counts them."""
+
+
+def _all(rows: list[Any]) -> list[Any]:
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Rows that may need attention, not read yet.
+
+    Args:
+        rows: in the order in which they are shown, limited to the operator's scope.
+        query: filters the list that the item links to.
+        tone: `alarm`, `action`, or `plain` for what others must do.
+        decide: permission of the decision that the rows wait for; rows that the operator may not decide are left out.
+        select: returns which of some rows belong to the item, where no condition in SQL tells.
+        one: what one row is, such as `Rotation stalled`.
+        button: label of the link to a row.
+    """
+
+    model_admin: "ConsoleModelAdmin"
+    title: str
+    rows: QuerySet[Any]
+    query: str
+    tone: str = "plain"
+    decide: Permission | None = None
+    select: Callable[[list[Any]], list[Any]] = _all
+    one: str = ""
+    button: str = "Review"
+
+    def limited_rows(self, request: HttpRequest) -> QuerySet[Any]:
+        """Return the rows that the menu counts: without those that need another person's decision."""
+        rows = self.model_admin.rows_shown(request, self.rows)
+        if self.decide is not None and operation(self.decide).second_person:
+            # Otherwise many requests of the operator would hide the others.
+            rows = rows.exclude(requester_person=operator_of(request).person)
+        return rows
+
+    def read(self, request: HttpRequest, ids: Sequence[str]) -> "AttentionItem":
+        """Return the item with its first lines. `ids`: of the rows that `find_ids` found."""
+        rows = self.limited_rows(request).filter(pk__in=ids)
+        found, most = len(ids), MAX_ROWS
+        if self.decide is None and self.select is _all:
+            shown = list(rows[:MAX_LINES])
+        else:
+            listed = list(rows[: MAX_DECIDABLE + 1])
+            decidable = self.select([row for row in listed if self._may_decide(request, row)])
+            shown, found, most = decidable[:MAX_LINES], len(decidable), MAX_DECIDABLE
+        lines = [self.model_admin.line_of(row) for row in shown]
+        return self.item(lines, min(found, most), has_more=found > most)
+
+    def item(self, lines: Sequence[Line] = (), count: int = 0, *, has_more: bool = False) -> "AttentionItem":
+        return AttentionItem(
+            self.title,
+            self.model_admin.list_url(self.query),
+            count,
+            lines,
+            self.tone,
+            has_more,
+            self.one or self.title,
+            self.button,
+        )
+
+    def _may_decide(self, request: HttpRequest, row: Model) -> bool:
+        return self.decide is None or self.model_admin.may_on(request, self.decide, row)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionItem:
+    """Rows that need the operator's attention.
+
+    `lines` shows the first few. `count`: all of them, or the maximum that is counted, and then `has_more`.
+    """
+
+    title: str
+    url: str
+    count: int
+    lines: Sequence[Line] = field(default_factory=tuple)
+    tone: str = "plain"
+    has_more: bool = False
+    one: str = ""
+    button: str = "Review"
+
+
+FoundAttention = Sequence[tuple[Attention, list[str]]]
+"""Items with the ids of their first rows."""
+
+_MAX_SHOWN = 8
+_MAX_SHOWN_PER_ITEM = 3
+_MAX_SHOWN_ITEMS = 3
+"""Maximum lines of the overview in total and of one item, and items whose rows it reads, each by a query of its own."""
+
+
+MENU_SECONDS = 10.0
+"""How long the counts of the menu are kept, in seconds."""
+
+_MAX_KEPT = 1_000
+"""Maximum sessions whose counts are kept."""
+
+
+def count_by_entry(found: FoundAttention) -> dict[str, str]:
+    """Return the number of urgent rows by the menu's entry, for those that have any."""
+    counts: Counter[str] = Counter()
+    for item, ids in found:
+        if item.tone in URGENT_TONES:
+            counts[item.model_admin.menu] += len(ids)
+    return {entry: f"{MAX_ROWS}+" if count > MAX_ROWS else str(count) for entry, count in counts.items() if count}
+
+
+def attention_context(request: HttpRequest, found: FoundAttention) -> dict[str, Any]:
+    """Return what the overview shows: alarms first, then what the operator can decide, then what others must do.
+
+    Only the first items have lines. An item that turns out to have no row for the operator is empty.
+    """
+    order = ("alarm", "action", "plain")
+    ranked = sorted(found, key=lambda each: order.index(each[0].tone))
+    items: list[AttentionItem] = []
+    for item, ids in ranked:
+        is_shown = ids and sum(bool(each.lines) for each in items) < _MAX_SHOWN_ITEMS
+        items.append(item.read(request, ids) if is_shown else item.item(count=min(len(ids), MAX_ROWS)))
+    return {
+        "attention_items": [item for item in items if item.count],
+        "attention_lines": [
+            (item, line) for item in items if item.tone in URGENT_TONES for line in item.lines[:_MAX_SHOWN_PER_ITEM]
+        ][:_MAX_SHOWN],
+        "waiting_items": [item for item in items if item.tone not in URGENT_TONES and item.lines],
+        "attention_count": sum(item.count for item in items if item.tone in URGENT_TONES),
+        "empty_items": [item for item in items if not item.count],
+    }
+
+
+class MenuCounts:
+    """Counts of the menu by session and environment, which are kept for some seconds: each costs a large query."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}
+
+    def find(self, request: HttpRequest) -> dict[str, str] | None:
+        """Return the counts that this session saw last, unless they are old or the operator has changed something."""
+        ends_at, counts = self._kept.get(self._key(request), (0.0, {}))
+        return counts if request.method in {"GET", "HEAD"} and monotonic() < ends_at else None
+
+    def store(self, request: HttpRequest, counts: dict[str, str]) -> None:
+        if len(self._kept) >= _MAX_KEPT:
+            self._kept.clear()
+        self._kept[self._key(request)] = (monotonic() + MENU_SECONDS, counts)
+
+    def forget(self, request: HttpRequest) -> None:
+        """Forget the counts of the session, because the operator changes something."""
+        self._kept.pop(self._key(request), None)
+
+    @staticmethod
+    def _key(request: HttpRequest) -> tuple[str, str]:
+        return str(request.session.session_key), environment_of(request) or ""
+
+
+menu_counts = MenuCounts()

@@ -1,0 +1,44 @@
+"""Parts of the overview that other apps add, and numbers as people read them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from django.http import HttpRequest
+
+from keyvault.admin.framework.components import Tile
+
+
+@dataclass(frozen=True, slots=True)
+class OverviewPart:
+    """What an app adds to the overview.
+
+    Args:
+        tiles: numbers, after those of keyvault.
+        card: template of a wide card; empty: none. It reads `context`.
+    """
+
+    tiles: Sequence[Tile] = ()
+    card: str = ""
+    context: dict[str, Any] | None = None
+
+
+FindPart = Callable[[HttpRequest], OverviewPart | None]
+"""Return the part for the operator, of the environments that the operator has chosen; None: may not see it."""
+
+
+def format_number(value: float) -> str:
+    """Format a number for a tile, such as `18,204` or `3.61 M`."""
+    if value >= 1_000_000:
+        return f"{value / 1_000_000:,.2f} M"
+    return f"{value:,.0f}"
+
+
+def format_bounded(count: int, most: int) -> str:
+    """Format a number that was counted up to a maximum."""
+    return f"{most:,}+" if count > most else f"{count:,}"
+
+
+def format_share(part: float, whole: float) -> str:
+    """Format a share in percent, such as `2.9 %`."""
+    return "0 %" if not whole or not part else f"{100 * part / whole:.1f} %" if part * 1000 >= whole else "< 0.1 %"

@@ -1,0 +1,25 @@
+"""Search over several models: one query finds the ids of all matching rows, each part of it by an index."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from django.db.models import IntegerField, QuerySet, TextField, Value
+from django.db.models.functions import Cast
+
+
+def find_ids(selections: Sequence[QuerySet[Any]], most: int) -> list[list[str]]:
+    """Return the ids, as texts, of the first rows of each selection, by one query."""
+    found: list[list[str]] = [[] for _ in selections]
+    parts = [_ids(rows, number, most) for number, rows in enumerate(selections)]
+    if parts:
+        for number, pk in parts[0].union(*parts[1:], all=True):
+            found[number].append(pk)
+    return found
+
+
+def _ids(rows: QuerySet[Any], number: int, most: int) -> QuerySet[Any]:
+    # Limited inside: SQLite allows no limit in a part of a union.
+    selected = rows.model._base_manager.filter(pk__in=rows.values("pk")[:most]).order_by()
+    values = {"number": Value(number, IntegerField()), "row_id": Cast("pk", TextField())}
+    found: QuerySet[Any] = selected.annotate(**values).values_list("number", "row_id")
+    return found

@@ -1,1 +1,0 @@
-"""Tools for machines outside the service: no Django, no database, no network."""

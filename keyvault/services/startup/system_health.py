@@ -1,0 +1,87 @@
+"""The state of the installation's processes and work, for the console: one query, and no call of another system."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db.models import CharField, F, IntegerField, QuerySet, TextField, Value
+from django.db.models.functions import Cast
+
+from keyvault.models import AuditCheckpoint, DeliveryState, ServiceProcess, Verifier, WebhookDelivery, WebhookEndpoint
+from keyvault.services.peppers.ring import list_served_sets
+from keyvault.services.startup.processes import LOST_AFTER
+
+MAX_ROWS = 200
+"""Maximum rows that are read of each kind."""
+
+_LATE_AFTER = timedelta(minutes=5)
+"""Time for which an undelivered webhook may be due before its endpoint counts as failing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A process and when it last reported. `is_current`: recently enough to be relied on."""
+
+    name: str
+    seen_at: datetime
+    is_current: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SystemHealth:
+    """What runs, and what fails.
+
+    Args:
+        processes: workers and beats.
+        signed_at: when the oldest of the newest audit checkpoints of the served scopes was signed; None: never.
+        failing_endpoints: number of webhook endpoints with late deliveries or disabled after failures, of at most
+            MAX_ROWS.
+    """
+
+    verifiers: Sequence[Seen]
+    processes: Sequence[Seen]
+    signed_at: datetime | None
+    failing_endpoints: int
+
+
+def find_system_health(now: datetime) -> SystemHealth:
+    """Return the state of the installation."""
+    scopes = [scope.value for scope in list_served_sets()]
+    verifiers = Verifier.objects.filter(stopped_at__isnull=True)
+    late = WebhookDelivery.objects.filter(state=DeliveryState.DUE, due_at__lt=now - _LATE_AFTER)
+    parts = [
+        _rows("verifier", verifiers, "verifier_id", "seen_at", "staleness_ms"),
+        _rows("process", ServiceProcess.objects.all(), "name", "seen_at"),
+        _rows("endpoint", WebhookEndpoint.objects.filter(disabled_at__isnull=False).exclude(disabled_why="")),
+        _rows("endpoint", late.filter(is_urgent__in=(True, False)), "endpoint_id", "due_at"),
+        *(
+            _rows("checkpoint", AuditCheckpoint.objects.filter(scope=scope).order_by("-number"), "scope", "at", most=1)
+            for scope in scopes
+        ),
+    ]
+    found = list(parts[0].union(*parts[1:], all=True))
+    signed = {name: at for kind, name, at, _ in found if kind == "checkpoint"}
+    return SystemHealth(
+        verifiers=[
+            Seen(name, at, at >= now - max(timedelta(milliseconds=staleness), LOST_AFTER))
+            for kind, name, at, staleness in found
+            if kind == "verifier"
+        ],
+        processes=[Seen(name, at, at >= now - LOST_AFTER) for kind, name, at, _ in found if kind == "process"],
+        signed_at=min(signed.values()) if scopes and len(signed) == len(scopes) else None,
+        failing_endpoints=len({name for kind, name, _, _ in found if kind == "endpoint"}),
+    )
+
+
+def _rows(
+    kind: str, rows: QuerySet[Any], name: str = "pk", at: str = "created_at", number: str = "", *, most: int = MAX_ROWS
+) -> QuerySet[Any, Any]:
+    """Select the kind, name, time and number of the first rows, which are limited inside, as SQLite requires."""
+    selected = rows.model._base_manager.filter(pk__in=rows.values("pk")[:most]).order_by()
+    return selected.annotate(
+        row_kind=Value(kind, CharField()),
+        row_name=Cast(name, TextField()),
+        row_at=F(at),
+        row_number=F(number) if number else Value(0, IntegerField()),
+    ).values_list("row_kind", "row_name", "row_at", "row_number")

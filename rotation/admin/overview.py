@@ -1,0 +1,87 @@
+"""Rotations on the console's overview: those in progress, and how many ended in the last week. Two queries."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from functools import reduce
+from operator import or_
+
+from django.contrib import admin
+from django.db.models import Q
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from keyvault.admin.framework.components import Segments, Tile
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.overview import OverviewPart, format_bounded
+from keyvault.admin.framework.widgets import badge, duration, link
+from rotation.admin.rotation_sections import steps_of
+from rotation.domain.events import RotationState as S
+from rotation.models import Rotation
+
+MAX_SHOWN = 6
+"""Maximum rotations that are shown."""
+
+MAX_ENDED = 10_000
+"""Maximum ended rotations that are counted."""
+
+_WEEK = timedelta(days=7)
+_SHOWN_STATES = (
+    S.STALLED,
+    S.EMERGENCY,
+    S.ROLLING_BACK,
+    S.REVOKING,
+    S.QUARANTINE,
+    S.OVERLAP,
+    S.AWAITING_PROOF,
+    S.PUBLISHING,
+    S.STAGED,
+)
+"""States in which a rotation is in progress, in the order of the table."""
+
+
+def find_part(request: HttpRequest) -> OverviewPart | None:
+    rotations = admin.site._registry[Rotation]
+    if not isinstance(rotations, ConsoleModelAdmin) or not rotations.has_view_permission(request):
+        return None
+    now = datetime.now(UTC)
+    rows = rotations.rows_shown(request, rotations.get_queryset(request))
+    # The first of each state, by the index of states: sorting all open rotations would read each of them.
+    first = (rows.filter(state=state).order_by("created_at").values("pk")[:MAX_SHOWN] for state in _SHOWN_STATES)
+    found: Sequence[Rotation] = list(rows.filter(reduce(or_, (Q(pk__in=ids) for ids in first))).order_by())
+    listed = sorted(found, key=lambda row: (_SHOWN_STATES.index(S(row.state)), row.created_at))
+    recent = rows.filter(state=S.COMPLETED, created_at__gte=now - _WEEK).values("pk")
+    completed = recent.order_by("created_at")[: MAX_ENDED + 1].count()
+    stalled = sum(row.state == S.STALLED for row in listed)
+    more = "+" if stalled >= MAX_SHOWN else ""
+    return OverviewPart(
+        tiles=[
+            Tile("Rotations this week", format_bounded(completed, MAX_ENDED), f"completed · {stalled}{more} stalled")
+        ],
+        card="console/overview_rotations.html",
+        context={
+            "rotations": [_cells(rotations, row, now) for row in listed[:MAX_SHOWN]],
+            "has_more_rotations": len(listed) > MAX_SHOWN,
+            "rotations_url": reverse("admin:rotation_rotation_changelist"),
+        },
+    )
+
+
+def _cells(rotations: ConsoleModelAdmin, row: Rotation, now: datetime) -> tuple[SafeString | Segments | str, ...]:
+    account = row.credential.account
+    return (
+        link(rotations.url_of(row), f"{account.merchant_id} · {row.credential.label}"),
+        badge(account.environment),
+        badge(row.state),
+        Segments(steps_of(row)),
+        _since(row, now),
+    )
+
+
+def _since(row: Rotation, now: datetime) -> str:
+    """Return since when the rotation is in its state, and until when it may take."""
+    text = f"for {duration(now - row.entered_at)}"
+    if row.deadline_at is None or row.state == S.REVOKING:
+        return text
+    left = row.deadline_at - now
+    return f"deadline passed {duration(-left)} ago" if left < timedelta() else f"{text}, deadline in {duration(left)}"

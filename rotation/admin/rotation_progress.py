@@ -1,0 +1,225 @@
+"""What a rotation's page shows first: what it waits for, its evidence, and the traffic of both keys."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
+from io import StringIO
+from typing import Any
+
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from keyvault.admin.framework.charts import LineChart, Marker, Series, Tick, default_ticks
+from keyvault.admin.framework.components import Banner, Card, Checks, EvidenceItem
+from keyvault.admin.framework.widgets import Link, Table, duration, identifier, moment, mono, seconds
+from keyvault.domain.keys import KeyKind
+from keyvault.domain.sources import name_source
+from keyvault.models import Key
+from keyvault.models.usage import SIGNS_OF_LIFE
+from keyvault.services.usage.reports import KeyUser, find_last_of_sources, find_users, has_more_users
+from keyvault.services.usage.series import choose_step, count_uses, floor
+from rotation.domain.events import RotationState
+from rotation.domain.silence import AwaitedSource, describe_need
+from rotation.domain.states import CLOSED
+from rotation.models import Evidence, EvidenceKind, Rotation
+
+S, K = RotationState, EvidenceKind
+
+_MAX_USERS = 20
+
+_BEFORE = timedelta(hours=1)
+"""Time before the request of the rotation that the chart shows."""
+
+_GOOD_ENDS = {S.COMPLETED, S.ROLLED_BACK}
+
+
+def lead_of(row: Rotation) -> SafeString:
+    """Return the line below the title: account, kind, id and reason."""
+    plan = row.readable_plan
+    reason = "" if plan is None or not plan.reason else f" · reason: {plan.reason}"
+    account = row.credential.account
+    return format_html("{} · {} key · {}{}", account.merchant_id, row.credential.kind, identifier(row), reason)
+
+
+def banner_of(
+    row: Rotation, waiting_for: str, until: datetime | None, happened: str, buttons: Sequence[Link]
+) -> Banner | None:
+    """Return the sentence with what the rotation waits for, until when, and the next action.
+
+    Args:
+        happened: the runbook's explanation, if an operator can do something.
+        buttons: the actions that the runbook names and the operator may run, the best first.
+    """
+    if row.state == S.STALLED:
+        return Banner(f"Stalled in {row.get_stalled_from_display()}: {row.why}.", happened, "bad", buttons)
+    if row.current_state in CLOSED:
+        why = f"{row.why[0].upper()}{row.why[1:]}." if row.why else ""
+        tone = "good" if row.current_state in _GOOD_ENDS else ""
+        return Banner(f"{row.get_state_display().replace('_', ' ').capitalize()}.", why, tone)
+    if not waiting_for:
+        return None
+    text = happened or "Nothing is needed from you."
+    if until is not None:
+        text = format_html("{} Next step {} at the earliest.", text, moment(until))
+    return Banner(f"Waiting for {waiting_for}.", text, "wait" if happened else "", buttons)
+
+
+# --- evidence -----------------------------------------------------------------------------------------------
+
+
+def evidence_card(row: Rotation, awaited: Sequence[AwaitedSource]) -> Card:
+    """Return the facts that the revocation needs, each with what was observed."""
+    found = {item.kind: item for item in row.evidence.order_by("created_at", "evidence_id")}
+    return Card("Evidence", Checks(list(_checks(row, found, awaited))), "all are required to revoke")
+
+
+def _checks(row: Rotation, found: dict[str, Evidence], awaited: Sequence[AwaitedSource]) -> Iterator[EvidenceItem]:
+    accepted, delivered, used = row.accepted_at, row.delivered_at, row.used_at
+    yield _check(row, S.STAGED, "Accepted by every verifier", accepted)
+    yield _check(row, S.PUBLISHING, "Delivered to the merchant", delivered, _delivery(row))
+    yield _check(
+        row, S.AWAITING_PROOF, "Replacement in use", used, _used(found[K.USED].seen if K.USED in found else {})
+    )
+    if row.credential.kind == KeyKind.PUBLIC:
+        text = "" if row.retire_at is None else format_html("Retired on the approved date, {}", moment(row.retire_at))
+        yield _check(row, S.OVERLAP, "Retirement date reached", row.silent_at or row.waived_at, text)
+        return
+    silent = "Waived by the approved plan" if row.waived_at and not row.silent_at else _silence(row, awaited)
+    yield _check(row, S.OVERLAP, "Old key silent", row.silent_at or row.waived_at, silent)
+    untried = found.get(K.UNTRIED)
+    plan = row.readable_plan
+    period = "" if plan is None else seconds(plan.quarantine_seconds)
+    tried = "The old key was used in quarantine and reinstated" if row.reinstated_at and not untried else ""
+    text = tried or f"Refused reversibly for {period}; a known source that tries restores it once"
+    yield _check(row, S.QUARANTINE, "Untried in quarantine", None if untried is None else untried.created_at, text)
+
+
+def _check(row: Rotation, state: RotationState, title: str, at: datetime | None, detail: Any = "") -> EvidenceItem:
+    if at is not None:
+        return EvidenceItem(title, "done", detail, moment(at))
+    if row.stage is state and row.current_state not in CLOSED:
+        return EvidenceItem(title, "failed" if row.state == S.STALLED else "current", detail)
+    return EvidenceItem(title, "ahead", detail)
+
+
+def _used(seen: dict[str, Any]) -> str:
+    if seen.get("authentications"):
+        sources, minutes = _count(seen.get("sources", 0), "source"), _count(seen.get("minutes", 0), "minute")
+        return f"{seen['authentications']:,} requests from {sources} in {minutes}"
+    if seen.get("acknowledged_at"):
+        return "Acknowledged by the merchant with the replacement"
+    return "Confirmed by an operator" if seen.get("confirmed_at") else ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _delivery(row: Rotation) -> str:
+    return f"By {row.credential.get_delivery_display().replace('_', ' ')}" if row.delivered_at else ""
+
+
+def _silence(row: Rotation, awaited: Sequence[AwaitedSource]) -> str:
+    if row.silent_at is not None:
+        return "Every source has moved, is silent, or is waived"
+    plan = row.readable_plan
+    if awaited:
+        return f"{_count(len(awaited), 'source')} may still need the old key"
+    return "" if plan is None else f"Quiet for {seconds(plan.quiet_seconds)}, and for twice each source's longest gap"
+
+
+# --- traffic ------------------------------------------------------------------------------------------------
+
+
+def traffic_card(row: Rotation, now: datetime) -> Card | None:
+    """Return the chart of both keys' uses since an hour before the request; None without any use."""
+    until = now if row.closed_at is None else min(now, row.closed_at + _BEFORE)
+    begin = row.created_at - _BEFORE
+    step = choose_step(begin, until, now)
+    since = floor(begin, step)
+    lines = []
+    for key, label, color in ((row.predecessor, "Old key", 4), (row.replacement, "Replacement", 1)):
+        if key is not None:
+            lines.append(Series(f"{label} …{key.key_id[-6:]}", count_uses(key.key_id, since, until, step), color))
+    if not any(any(line.values) for line in lines):
+        return None
+    count = len(lines[0].values)
+    form = "%-d %b" if step >= timedelta(days=1) else "%-d %b %H:%M" if until - since > timedelta(days=1) else "%H:%M"
+    moments = [f"{since + step * index:{form}}" for index in range(count)]
+    whole = max((count - 1) * step, step)
+    markers = [
+        Marker((at - since) / whole, label)
+        for at, label in ((row.delivered_at, "delivered"), (row.quarantined_at, "quarantine"))
+        if at is not None and since <= at <= until
+    ]
+    title = f"Requests per {_name_step(step)}"
+    ticks = default_ticks(moments) if row.closed_at else [*default_ticks(moments)[:-1], Tick(1, "now")]
+    chart = LineChart(f"{title} with the old key and the replacement", lines, moments, ticks, markers)
+    return Card(f"{title} (UTC)", chart, chart.legend)
+
+
+def _name_step(step: timedelta) -> str:
+    single = {timedelta(minutes=1): "minute", timedelta(hours=1): "hour", timedelta(days=1): "day"}
+    return single.get(step) or duration(step)
+
+
+# --- who still uses the old key -------------------------------------------------------------------------------
+
+
+def users_table(row: Rotation, key: Key, other: Key | None, awaited: Sequence[AwaitedSource]) -> Table:
+    """Return who uses the key that is being retired, with what each source still has to do, and the rows as CSV.
+
+    Args:
+        other: the key that stays.
+    """
+    users = find_users(key.key_id, outcomes=SIGNS_OF_LIFE, limit=_MAX_USERS)
+    names = [name_source(user.source, user.user_agent) for user in users]
+    moved = {} if other is None else find_last_of_sources(other.key_id, set(names))
+    until = {source.name: source.until for source in awaited}
+    is_old = key is row.predecessor
+    title = f"Who still uses the {'old key' if is_old else 'replacement'}"
+    if len(users) == _MAX_USERS or has_more_users(key.key_id, outcomes=SIGNS_OF_LIFE):
+        title = f"{title}: the latest {len(users)}"
+    return Table(
+        title,
+        ["source", "program", "endpoint", "requests", "last seen", "status"],
+        [
+            [
+                mono(user.source),
+                user.user_agent or "none",
+                mono(user.endpoint or "none"),
+                f"{user.count:,}",
+                moment(user.last_at),
+                _status(name, user, moved, until),
+            ]
+            for name, user in zip(names, users, strict=True)
+        ],
+        empty="No source has used it yet.",
+        aside=_csv_button(users) if users else "",
+    )
+
+
+def _status(name: str, user: KeyUser, moved: dict[str, datetime], until: dict[str, datetime | None]) -> Any:
+    if name in until:
+        end = until[name]
+        return describe_need(name) if end is None else format_html("silent {}", moment(end))
+    moved_at = moved.get(name)
+    if moved_at is not None and moved_at >= user.last_at:
+        return format_html("switched {}", moment(moved_at))
+    return ""
+
+
+def _csv_button(users: Sequence[KeyUser]) -> SafeString:
+    """Return a button that copies the table, for a message to the merchant."""
+    text = StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["source", "network", "user_agent", "endpoint", "requests", "first_seen", "last_seen"])
+    for user in users:
+        cells = [user.source, user.network, user.user_agent, user.endpoint, user.count]
+        rows.writerow([_quiet(cell) for cell in [*cells, user.first_at.isoformat(), user.last_at.isoformat()]])
+    return format_html('<button type="button" class="copy" data-copy="{}" hidden>copy as CSV</button>', text.getvalue())
+
+
+def _quiet(cell: object) -> object:
+    """Prefix text that a spreadsheet would run as a formula: clients choose their user agent."""
+    return f"'{cell}" if isinstance(cell, str) and cell[:1] in {"=", "+", "-", "@", "\t", "\r"} else cell

@@ -1,0 +1,165 @@
+"""A whole service with demo data and operators who sign in, as `make run` starts it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+from keyvault.domain.plaintext import Plaintext
+from keyvault.services.sessions.second_factors import totp_code
+from tests.environment import ROOT
+from tests.servers.throwaway import MissingServerError, free_port
+
+START_SECONDS = 180
+"""Maximum time until the service is ready, on a busy machine."""
+
+WAIT_MS = 60_000
+"""Maximum wait for something on a page, in milliseconds."""
+
+_OPERATOR = re.compile(r"^  (\w+) +(\S{20,}) +([A-Z2-7]{16,}) +\w", re.MULTILINE)
+_TOKEN = re.compile(r"Authorization: Bearer (\S+?)'")
+_KEY = re.compile(r'"key": ?"(kv_[^"]+)"')
+
+
+@dataclass(slots=True)
+class Service:
+    """`operators`: password and TOTP secret by name. `token`, `key`: of the sandbox."""
+
+    url: str
+    data: Path
+    operators: dict[str, tuple[str, str]]
+    token: str
+    key: str
+    _browser: Browser
+    _signed_in: dict[str, Any] = field(default_factory=dict)
+    _last_code: dict[str, str] = field(default_factory=dict)
+
+    def manage(self, *arguments: str) -> str:
+        """Run a management command and return what it prints."""
+        done = subprocess.run(
+            [sys.executable, "manage.py", *arguments],
+            cwd=ROOT,
+            env=_environment(self.data),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    def verify(self, key: str) -> dict[str, Any]:
+        """Ask whether the key may read an order in the sandbox."""
+        answer = httpx.post(
+            f"{self.url}/v1/keys/verify",
+            headers={"Authorization": f"Bearer {self.token}"},
+            json={"key": key, "environment": "sandbox", "endpoint": "orders.retrieve", "client_ip": "198.51.100.7"},
+        )
+        found: dict[str, Any] = answer.json()
+        return found
+
+    @contextmanager
+    def page(self, operator: str, **options: Any) -> Iterator[Page]:
+        """Open a window that the operator is signed in to. `options`: of Playwright's `new_context`."""
+        context = self._browser.new_context(storage_state=self._signed_in.get(operator), base_url=self.url, **options)
+        try:
+            context.set_default_timeout(WAIT_MS)
+            page = context.new_page()
+            if operator not in self._signed_in:
+                self.sign_in(page, operator)
+                self._signed_in[operator] = context.storage_state()
+            yield page
+        finally:
+            context.close()
+
+    def new_context(self, **options: Any) -> BrowserContext:
+        """Open a window without a session."""
+        context = self._browser.new_context(base_url=self.url, **options)
+        context.set_default_timeout(WAIT_MS)
+        return context
+
+    def sign_in(self, page: Page, operator: str) -> None:
+        password, seed = self.operators[operator]
+        page.goto("/admin/")
+        page.locator("[name=username]").fill(operator)
+        page.locator("[name=password]").fill(password)
+        page.get_by_role("button", name="Sign in").click()
+        code = page.locator("[name=second_factor_code]")
+        code.fill(self._fresh_code(operator, seed))
+        code.press("Enter")
+        page.wait_for_url(re.compile(r"/admin/(?!second-factor|login)"))
+
+    def give_code(self, page: Page, operator: str) -> None:
+        """Fill in a second factor where the page asks for one."""
+        code = page.locator("[name=second_factor_code]")
+        if code.count():
+            code.first.fill(self._fresh_code(operator, self.operators[operator][1]))
+
+    def _fresh_code(self, operator: str, seed: str) -> str:
+        """Return a code that was not used. Each is valid for 30 seconds and works once: the next one is awaited."""
+        pause = threading.Event()
+        while (code := totp_code(Plaintext(seed), datetime.now(UTC))) == self._last_code.get(operator):
+            pause.wait(0.5)
+        self._last_code[operator] = code
+        return code
+
+
+def find_chromium() -> str:
+    """Return the browser's program. Raises MissingServerError."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if (path := shutil.which(name)) is not None:
+            return path
+    raise MissingServerError("no Chromium on this machine")
+
+
+@contextmanager
+def running_service(folder: Path) -> Iterator[Service]:
+    """Start the service and a browser; stop both at the end."""
+    program, port = find_chromium(), free_port()
+    log = folder / "run.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "manage.py", "run", "--port", str(port)],
+            cwd=ROOT,
+            env=_environment(folder / "data"),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            text = _await_start(process, log)
+            operators = {name: (password, seed) for name, password, seed in _OPERATOR.findall(text)}
+            (token,), (key,) = _TOKEN.findall(text), _KEY.findall(text)
+            with sync_playwright() as playwright:
+                browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+                yield Service(f"http://localhost:{port}", folder / "data", operators, token, key, browser)
+                browser.close()
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _await_start(process: "subprocess.Popen[bytes]", log: Path) -> str:
+    """Return what the service printed once it was ready."""
+    pause = threading.Event()
+    for _ in range(START_SECONDS * 4):
+        text = log.read_text()
+        if "Press Ctrl-C to stop" in text:
+            return text
+        if process.poll() is not None:
+            break
+        pause.wait(0.25)
+    raise RuntimeError(f"the service did not start: {log.read_text()[-2000:]}")
+
+
+def _environment(data: Path) -> dict[str, str]:
+    own = {name: text for name, text in os.environ.items() if not name.startswith(("KEYVAULT_", "DJANGO_"))}
+    return own | {"KEYVAULT_DATA_DIR": str(data)}

@@ -1,0 +1,120 @@
+"""What operators do in the console, from one end to the other."""
+
+import re
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.service import WAIT_MS, Service
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+KEY = re.compile(r"kv_prv_(?:sbx|prd)_[0-9A-Za-z]{65}")
+
+expect.set_options(timeout=WAIT_MS)
+
+
+def request_key(page: Page, environment: str, label: str) -> str:
+    """Request a private key that is shown once, and return the address of the request."""
+    page.goto("/admin/keyvault/issuancerequest/new/request/")
+    page.locator("[name=merchant]").fill("acme")
+    page.locator("select[name=environment]").select_option(environment)
+    page.locator("[name=kind]").select_option("private")
+    page.locator("[name=label]").fill(label)
+    page.locator("[name=delivery]").select_option("show_once")
+    page.locator("main form button[type=submit]").click()
+    page.wait_for_url(re.compile(r"/issuancerequest/req_"))
+    return page.url
+
+
+def act(service: Service, page: Page, operator: str, label: str) -> None:
+    """Open an action from the page of a row and confirm it."""
+    page.get_by_role("link", name=re.compile(f"^{label}")).first.click()
+    service.give_code(page, operator)
+    page.locator("main form button[type=submit]").first.click()
+
+
+def collect(service: Service, page: Page, operator: str, label: str) -> str:
+    """Collect a key, and return the string that the page shows."""
+    act(service, page, operator, label)
+    if "second-factor" in page.url:
+        service.give_code(page, operator)
+        page.locator("[name=second_factor_code]").press("Enter")
+        page.locator("main form button[type=submit]").first.click()
+    page.get_by_role("heading", level=1).wait_for()
+    found = KEY.search(page.content())
+    assert found is not None
+    return found[0]
+
+
+def test_production_key_takes_two_persons_and_is_collected_once(service: Service) -> None:
+    """Guarantee: the requester cannot approve, another person does, and the key is shown to the requester once."""
+    with service.page("tam") as mine:
+        url = request_key(mine, "production", "browser-test")
+        expect(mine.locator("main")).to_contain_text("A second person must approve it")
+        assert mine.get_by_role("link", name=re.compile("^Approve")).count() == 0
+        with service.page("approver") as other:
+            other.goto(url)
+            act(service, other, "approver", "Approve")
+            expect(other.locator("main")).to_contain_text("approve", ignore_case=True)
+        # The page updates by itself when the worker has made the key.
+        mine.get_by_role("link", name=re.compile("^Collect")).wait_for()
+        collect(service, mine, "tam", "Collect")
+        mine.goto(url)
+        assert mine.get_by_role("link", name=re.compile("^Collect")).count() == 0
+        assert KEY.search(mine.content()) is None
+
+
+def test_rotation_is_watched_to_its_end_without_reloading(service: Service) -> None:
+    """Guarantee: the page of a rotation follows it from request to completion by itself."""
+    with service.page("tam") as page:
+        url = request_key(page, "sandbox", "watched")
+        page.get_by_role("link", name=re.compile("^Collect")).wait_for()
+        old = collect(service, page, "tam", "Collect")
+        assert service.verify(old)["allowed"]
+        page.goto(url)
+        page.locator("main a[href*='/credential/crd_']").first.click()
+        page.get_by_role("link", name="Rotate", exact=True).first.click()
+        page.locator("[name=reason]").fill("browser test")
+        for summary in page.locator("main details > summary").all():
+            summary.click()
+        for name, value in (("proof_count", "1"), ("quiet_seconds", "1"), ("quarantine_seconds", "1")):
+            page.locator(f"[name={name}]").fill(value)
+        page.locator("main form button[type=submit]").click()
+        page.wait_for_url(re.compile("/rotation/rot_"))
+        rotation = page.url
+        page.get_by_role("link", name=re.compile("^Collect")).first.wait_for()
+        new = collect(service, page, "tam", "Collect")
+        page.goto(rotation)
+        page.evaluate("() => { window.loadedOnce = true; }")
+        assert service.verify(new)["allowed"]
+        expect(page.locator(".banner")).to_contain_text("Completed")
+        assert page.evaluate("() => window.loadedOnce === true")
+        assert service.verify(old)["code"] == "key_revoked"
+        assert service.verify(new)["allowed"]
+
+
+def test_denial_is_explained_by_its_request_id(service: Service) -> None:
+    """Guarantee: the request id of a refusal leads from the search to the reason."""
+    refused = service.verify(f"{service.key[:-1]}{'0' if service.key[-1] != '0' else '1'}")
+    assert not refused["allowed"]
+    with service.page("responder") as page:
+        page.goto("/admin/")
+        page.get_by_role("searchbox").fill(refused["request_id"])
+        page.get_by_role("searchbox").press("Enter")
+        expect(page.locator("main")).to_contain_text(refused["code"])
+
+
+def test_expired_session_keeps_what_was_typed(service: Service) -> None:
+    """Guarantee: a form that is sent after the session ended is not lost."""
+    context = service.new_context()
+    page = context.new_page()
+    service.sign_in(page, "admin")
+    page.goto("/admin/keyvault/merchant/new/create/")
+    page.locator("[name=merchant_id]").fill("late")
+    page.locator("[name=name]").fill("Typed before the session ended")
+    context.clear_cookies(name=re.compile("session"))
+    page.get_by_role("button", name="Create merchant").click()
+    page.locator("body", has_text=re.compile("sign in", re.IGNORECASE)).wait_for()
+    assert "Typed before the session ended" in page.content()
+    context.close()

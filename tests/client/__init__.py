@@ -1,1 +1,0 @@
-"""Tests of the programs that run outside the service."""

@@ -1,0 +1,265 @@
+"""The examples of docs/how-to/protect-your-service.md, pasted from the page and run in front of a whole service."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+import yaml
+
+from keyvault.access.permissions import Permission as P
+from keyvault.domain.keystring import KEY_ID_PLACE, StringScope
+from keyvault.management.service import find_free_port
+from tests.environment import ROOT
+from tests.factories import account, issue, make_merchant, make_token
+from tests.fuzz.drive import UNLIMITED
+from tests.fuzz.served import serving
+from tests.servers.nginx import find_nginx
+
+PAGE = ROOT / "docs" / "how-to" / "protect-your-service.md"
+START_SECONDS = 300
+"""Maximum time until an example listens, in seconds. A first build of Go's standard library takes minutes."""
+
+ORDER = "/merchants/orders/ord_1"
+NODE_MODULES = ROOT / "clients" / "typescript" / "node_modules"
+NEEDS_NETWORK = re.compile(r"^(?:npm|pip|python -m pip) ", re.MULTILINE)
+"""Lines of an example that install packages, which the tests have installed already."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """The files of a section by name, and its last commands."""
+
+    files: dict[str, str]
+    commands: str
+
+
+def read_section(heading: str) -> Section:
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None, heading
+    files = dict(re.findall(r"`([\w.]+)`[^`]*?:\n\n```(?!sh)\w+\n(.*?)^```$", found[1], re.MULTILINE | re.DOTALL))
+    commands = re.findall(r"^```sh\n(.*?)^```$", found[1], re.MULTILINE | re.DOTALL)
+    return Section(files, commands[-1])
+
+
+@dataclass
+class Service:
+    """A whole service, its sandbox's private key of `acme`, and what an example needs. `stop` ends the service."""
+
+    url: str
+    key: str
+    token: str
+    stop: ExitStack
+
+
+@pytest.fixture
+def service(tmp_path: Path, transactional_db: None) -> Iterator[Service]:
+    make_merchant("acme")
+    key = issue(account())[1].reveal()
+    token = make_token(P.KEYS_VERIFY, name="shop", scope=StringScope.SANDBOX)[1].reveal()
+    with ExitStack() as stop:
+        folder = tmp_path / "keyvault"
+        folder.mkdir()
+        port = stop.enter_context(serving(folder, **UNLIMITED))
+        yield Service(f"http://127.0.0.1:{port}", key, token, stop)
+
+
+def variables(service: Service) -> dict[str, str]:
+    """Return the environment of a reader of the page who has installed what it says, the Python client included."""
+    own = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+    return own | {
+        "URL": service.url,
+        "SERVICE_TOKEN": service.token,
+        "CHECKOUT": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT / 'clients' / 'python'}:{ROOT}",
+        "PYTHONUNBUFFERED": "1",
+        "GOFLAGS": "-buildvcs=false",
+    }
+
+
+@dataclass(frozen=True)
+class Example:
+    """A section that runs: the port that it listens on, and the file with its output."""
+
+    port: int
+    log: Path
+
+
+@contextmanager
+def running(section: Section, folder: Path, service: Service) -> Iterator[Example]:
+    """Paste the section into a folder and run its commands, on other ports. Yield when they listen."""
+    folder.mkdir(exist_ok=True)
+    ports = {port: find_free_port() for port in ("9000", "9001") if port == "9000" or "9001" in section.commands}
+    for name, text in section.files.items():
+        (folder / name).write_text(with_ports(text, ports))
+    commands = with_ports(NEEDS_NETWORK.sub("true ", section.commands), ports)
+    log = folder / "example.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["/bin/bash", "-euc", commands],
+            cwd=folder,
+            env=variables(service),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not all(map(listens, ports.values())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        yield Example(ports["9000"], log)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(20)
+
+
+def with_ports(text: str, ports: dict[str, int]) -> str:
+    for written, port in ports.items():
+        text = re.sub(rf"\b{written}\b", str(port), text)
+    return text
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def ask(port: int, path: str, key: str | None = None) -> tuple[int, str, dict[str, str]]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", path, headers={} if key is None else {"X-Api-Key": key})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), {name.lower(): value for name, value in answer.getheaders()}
+    finally:
+        connection.close()
+
+
+def check_answers(example: Example, service: Service) -> None:
+    """Guarantee: only a valid key gets through, and refusals are Keyvault's."""
+    status, text, headers = ask(example.port, ORDER, service.key)
+    assert (status, text.strip()) == (200, "acme"), example.log.read_text()
+    assert headers["ratelimit-policy"].startswith('"account"')
+    status, text, headers = ask(example.port, ORDER)
+    assert (status, '"credential_missing"' in text) == (401, True)
+    assert headers["www-authenticate"].startswith("ApiKey ")
+    assert headers["content-type"] == "application/problem+json"
+    for path, key, expected in (
+        (ORDER, service.key[:-1] + "_", (401, "credential_invalid")),
+        ("/nowhere", service.key, (404, "endpoint_unknown")),
+        ("/merchants//orders/ord_1", service.key, (404, "endpoint_unknown")),
+    ):
+        status, text, _ = ask(example.port, path, key)
+        assert (status, f'"{expected[1]}"' in text) == (expected[0], True), (path, text)
+
+
+def check_without_keyvault(example: Example, service: Service) -> None:
+    """Guarantee: no answer of Keyvault's means no, and no output has the key or the token."""
+    status, text, headers = ask(example.port, ORDER, service.key)
+    assert (status, '"dependency_unavailable"' in text, headers["retry-after"]) == (503, True, "1")
+    output = example.log.read_text()
+    assert service.key[KEY_ID_PLACE.stop :] not in output
+    assert service.token[KEY_ID_PLACE.stop :] not in output
+
+
+def need(name: str, *, found: bool) -> None:
+    if not found:
+        pytest.skip(f"no {name} on this machine")
+
+
+def python_example(heading: str, folder: Path) -> Section:
+    return read_section(heading)
+
+
+def go_example(heading: str, folder: Path) -> Section:
+    need("go", found=shutil.which("go") is not None)
+    return read_section(heading)
+
+
+def node_example(heading: str, folder: Path) -> Section:
+    """Install what the page says from the packages of clients/typescript."""
+    need("node", found=shutil.which("node") is not None)
+    need("installation of clients/typescript, which `make test-clients` makes,", found=NODE_MODULES.exists())
+    modules = folder / "node_modules"
+    modules.mkdir(parents=True)
+    for package in ("express", "hono", "@hono"):
+        (modules / package).symlink_to(NODE_MODULES / package)
+    (modules / "keyvault-client").symlink_to(ROOT / "clients" / "typescript")
+    return read_section(heading)
+
+
+def nginx_example(heading: str, folder: Path) -> Section:
+    binary = find_nginx()
+    need("nginx", found=binary is not None)
+    upstream, nginx = read_section("Behind a gateway"), read_section(heading)
+    commands = nginx.commands.replace("nginx -p", f"exec {binary} -p")
+    # The text that `sed` looks for is the sample's, and not an address of the page.
+    commands = commands.replace("server 127.0.0.1:9000;|", "server 127.0.0.1:90[0]0;|")
+    return Section(upstream.files | nginx.files, upstream.commands + commands)
+
+
+EXAMPLES: dict[str, Callable[[str, Path], Section]] = {
+    "Django": python_example,
+    "FastAPI": python_example,
+    "Flask": python_example,
+    "Go": go_example,
+    "Node with Express": node_example,
+    "Node with Hono": node_example,
+    "Node with a fetch handler": node_example,
+    "nginx": nginx_example,
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * START_SECONDS)
+def test_page_examples_run_as_pasted(service: Service, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """One service answers all examples, because its start takes most of the time."""
+    with ExitStack() as stack:
+        examples: dict[str, Example] = {}
+        for number, (heading, prepare) in enumerate(EXAMPLES.items()):
+            with subtests.test(heading):
+                folder = tmp_path / f"shop{number}"
+                example = stack.enter_context(running(prepare(heading, folder), folder, service))
+                check_answers(example, service)
+                examples[heading] = example
+        service.stop.close()
+        for heading, example in examples.items():
+            with subtests.test(f"{heading} without Keyvault"):
+                check_without_keyvault(example, service)
+
+
+@pytest.mark.parametrize(
+    ("heading", "file", "program"),
+    [("Envoy", "envoy.yaml", "envoy"), ("Traefik", "keyvault.yaml", "traefik")],
+)
+def test_page_gateway_that_was_not_run_is_configured_as_the_page_says(
+    tmp_path: Path, heading: str, file: str, program: str
+) -> None:
+    """The commands before the program make a valid file with the page's addresses. The page says what did not run."""
+    section = read_section(heading)
+    assert "**Not run here**" in PAGE.read_text().partition(f"## {heading}\n")[2]
+    assert shutil.which(program) is None, f"{program} is on this machine: run its example, too"
+    commands = "".join(re.findall(r"^sed .*?(?<!\\)\n", section.commands, re.MULTILINE | re.DOTALL))
+    sent = {**os.environ, "URL": "http://127.0.0.1:8123", "SERVICE_TOKEN": "kv_svc_text", "CHECKOUT": str(ROOT)}
+    subprocess.run(["/bin/bash", "-euc", commands], cwd=tmp_path, env=sent, check=True)
+    text = (tmp_path / file).read_text()
+    assert yaml.safe_load(text)
+    assert "REPLACE_ME" not in text
+    found = re.findall(r"127\.0\.0\.1(?::|, port_value: )([0-9]+)", text)
+    assert set(found) == ({"8123", "9001", "9000"} if heading == "Envoy" else {"8123", "9001"})
+    assert heading == "Traefik" or text.count("kv_svc_text") == 1
+    for name, content in section.files.items():
+        assert yaml.safe_load(content)["providers"]["file"]["filename"] == file, name
