@@ -6,6 +6,7 @@ from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
@@ -18,13 +19,13 @@ from keyvault.admin.framework.widgets import (
     Detail,
     FactTable,
     Link,
-    Table,
     badge,
+    identifier,
     link,
     moment,
     mono,
 )
-from keyvault.admin.oversight.explain import explain_view, trace_table, verdict_facts
+from keyvault.admin.oversight.explain import explain_view, verdict_sections
 from keyvault.domain.errors import ErrorCode
 from keyvault.models import Refusal
 
@@ -65,7 +66,7 @@ class RefusalAdmin(ConsoleModelAdmin):
         return [self._explain_link()] if self.has_view_permission(request) else []
 
     def _explain_link(self) -> Link:
-        return Link("Why was this refused?", reverse("admin:keyvault_refusal_explain"))
+        return Link("Explain a denial", reverse("admin:keyvault_refusal_explain"))
 
     when = moment_column("when (UTC)", "at")
 
@@ -90,13 +91,14 @@ class RefusalAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Refusal) -> Detail:
         code = ErrorCode(row.code)
+        trace = [(ErrorCode(code), bool(passed)) for code, passed in row.trace]
         return Detail(
-            title=f"Why was this refused? {row.request_id}",
-            state="refused",
+            title="Denied request",
+            state="",
+            lead=format_html("{} · {}", identifier(row.request_id), moment(row.at)),
             sections=[
-                verdict_facts(code, row.detail, row.internal),
+                *verdict_sections(code, row.detail, row.internal, trace, request=_describe(row)),
                 self.summary(row),
-                _trace(row),
             ],
         )
 
@@ -108,5 +110,7 @@ def _key(row: Refusal) -> SafeString | str:
     )
 
 
-def _trace(row: Refusal) -> Table:
-    return trace_table([(ErrorCode(code), bool(passed)) for code, passed in row.trace])
+def _describe(row: Refusal) -> str:
+    """Return the request as the beginning of a sentence, for the merchant."""
+    endpoint = f" for {row.endpoint}" if row.endpoint else ""
+    return f"Request {row.request_id}{endpoint} in {row.environment} at {row.at:%Y-%m-%d %H:%M:%S} UTC"

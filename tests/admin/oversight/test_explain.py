@@ -18,7 +18,7 @@ from tests.domain.minting import mint
 from tests.factories import SANDBOX, grant, issue, now
 
 DESCRIBED = {"environment": "sandbox", "endpoint": "orders.retrieve"}
-IDS = ["key_id", "customer_token_id", "request_id"]
+IDS = ["key_id", "customer_token_id", "subject"]
 
 
 def explain(desk: Desk, **fields: str) -> Any:
@@ -27,7 +27,7 @@ def explain(desk: Desk, **fields: str) -> Any:
 
 def looked_up(desk: Desk, request_id: str) -> str:
     """Return the page of the refusal to which the form leads."""
-    answer = explain(desk, request_id=request_id)
+    answer = explain(desk, subject=request_id)
     assert answer.status_code == 302
     return text_of(browser(desk.approver).get(answer["Location"]))
 
@@ -60,7 +60,7 @@ def test_explain_by_request_id_shows_the_refusal_rule_by_rule(desk: Desk) -> Non
     ):
         assert phrase in page
     assert address("keyvault_key_change", key.pk) in page
-    assert page.index("possession of the key is proved") < page.index("the key was not revoked")
+    assert page.index("Possession of the key is proved") < page.index("The key was not revoked")
 
 
 def test_explain_of_an_id_in_a_batch_is_found(desk: Desk) -> None:
@@ -69,7 +69,7 @@ def test_explain_of_an_id_in_a_batch_is_found(desk: Desk) -> None:
 
 
 def test_explain_of_an_unknown_request_id_lists_possible_reasons(desk: Desk) -> None:
-    answer = explain(desk, request_id="nothing")
+    answer = explain(desk, subject="nothing")
     assert answer.status_code == 404
     assert "older than 30 days" in text_of(answer)
 
@@ -127,14 +127,14 @@ def test_explain_described_names_the_state_of_the_key_and_of_its_network(desk: D
 
 
 @pytest.mark.parametrize(
-    "field", ["key_id", "customer_token_id", "request_id", "path", "merchant", "endpoint", "store"]
+    "field", ["key_id", "customer_token_id", "subject", "path", "merchant", "endpoint", "store"]
 )
 def test_explain_never_shows_a_whole_key_again(desk: Desk, field: str) -> None:
     """A secret in any field is neither looked up nor shown, whole, bare or escaped."""
     _, text = issue(desk.sandbox)
     whole = text.reveal()
     for pasted in (whole, mint(), whole.replace("_", "%5F")):
-        fields = {field: pasted} if field == "request_id" else {**DESCRIBED, field: pasted}
+        fields = {field: pasted} if field == "subject" else {**DESCRIBED, field: pasted}
         answer = explain(desk, **fields)
         assert answer.status_code == 400
         assert whole[-49:] not in text_of(answer)
@@ -146,7 +146,7 @@ def test_explain_never_shows_a_whole_key_again(desk: Desk, field: str) -> None:
 def test_explain_never_shows_a_bare_secret_again(desk: Desk, field: str) -> None:
     """A bare secret has no recognizable format, but it is longer than any valid id."""
     secret = mint()[-49:]
-    fields = {field: secret} if field == "request_id" else {**DESCRIBED, field: secret}
+    fields = {field: secret} if field == "subject" else {**DESCRIBED, field: secret}
     answer = explain(desk, **fields)
     assert answer.status_code == 400
     assert secret not in text_of(answer)
