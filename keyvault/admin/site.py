@@ -37,7 +37,7 @@ from keyvault.admin.account.second_factors import (
 from keyvault.admin.account.single_sign_on import begin, finish
 from keyvault.admin.catalog.catalog import CatalogEndpointAdmin
 from keyvault.admin.catalog.limits import LimitOverrideAdmin
-from keyvault.admin.framework.actions import CreateAction, RowAction
+from keyvault.admin.framework.actions import RowAction
 from keyvault.admin.framework.attention import (
     MAX_ROWS,
     URGENT_TONES,
@@ -164,14 +164,11 @@ class ConsoleSite(AdminSite):
             raise ImproperlyConfigured(f"{model_or_iterable} is not registered with a ConsoleModelAdmin")
         super().register(model_or_iterable, admin_class, **options)
 
-    def extend(
-        self, model: type[Model], actions: Sequence[RowAction] = (), create_actions: Sequence[CreateAction] = ()
-    ) -> None:
+    def extend(self, model: type[Model], actions: Sequence[RowAction]) -> None:
         """Add another app's actions to the pages of a registered model.
 
         Args:
             actions: for one row; an action replaces the one of the same name.
-            create_actions: for the list.
         """
         registered = self._registry[model]
         if not isinstance(registered, ConsoleModelAdmin):
@@ -182,7 +179,6 @@ class ConsoleSite(AdminSite):
             *(replacements.get(action.name, action) for action in registered.row_actions),
             *(action for action in actions if action.name not in names),
         )
-        registered.create_actions = (*registered.create_actions, *create_actions)
 
     def add_page(self, console_page: ConsolePage) -> None:
         """Add a page that is no model admin. Call it before the routes are read, such as in an app's admin modules."""

@@ -126,9 +126,7 @@ def test_explain_described_names_the_state_of_the_key_and_of_its_network(desk: D
     assert "key_not_active" in described(desk, key_id=key.pk, client_address="192.0.2.9")
 
 
-@pytest.mark.parametrize(
-    "field", ["key_id", "customer_token_id", "subject", "path", "merchant", "endpoint", "store"]
-)
+@pytest.mark.parametrize("field", ["key_id", "customer_token_id", "subject", "path", "merchant", "endpoint", "store"])
 def test_explain_never_shows_a_whole_key_again(desk: Desk, field: str) -> None:
     """A secret in any field is neither looked up nor shown, whole, bare or escaped."""
     _, text = issue(desk.sandbox)
