@@ -213,4 +213,4 @@ def test_explain_of_a_long_text_does_not_call_it_a_key(desk: Desk) -> None:
     answer = explain(desk, subject="0b8a5f4e-1d2c-4b3a-9f8e-7d6c5b4a3f2e")
     assert answer.status_code == 400
     assert "longer than any id" in text_of(answer)
-    assert "whole key" not in text_of(answer)
+    assert "contains a whole key" not in text_of(answer)
