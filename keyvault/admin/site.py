@@ -67,7 +67,7 @@ from keyvault.admin.merchants.webhooks import WebhookEndpointAdmin
 from keyvault.admin.operators.operator_changes import OperatorChangeAdmin
 from keyvault.admin.operators.operators import OperatorAdmin
 from keyvault.admin.operators.sessions import ConsoleSessionAdmin
-from keyvault.admin.oversight import audit_export
+from keyvault.admin.oversight import audit_export, refusals
 from keyvault.admin.oversight.audit import AuditEntryAdmin
 from keyvault.admin.oversight.break_glass import BreakGlassAdmin
 from keyvault.admin.oversight.inbox import NoticeAdmin
@@ -144,7 +144,7 @@ class ConsoleSite(AdminSite):
 
     def __init__(self, name: str = "admin") -> None:
         super().__init__(name)
-        self._pages: list[ConsolePage] = [*audit_export.PAGES]
+        self._pages: list[ConsolePage] = [*refusals.PAGES, *audit_export.PAGES]
         self._overview_parts: list[FindPart] = []
         for model, model_admin in MODEL_ADMINS:
             self.register(model, model_admin)

@@ -117,13 +117,14 @@ def _paste_page(site: AdminSite, request: HttpRequest, error: str = "", status: 
 
 @sensitive_variables()
 def _read_pasted(request: HttpRequest) -> tuple[list[LeakedId], str]:
-    """Return the first occurrence of each id in the pasted text, or why the text cannot be used."""
+    """Return one occurrence of each id in the pasted text, or why the text cannot be used."""
     form = PasteForm(request.POST)
     if not form.is_valid():
         return [], str(form.errors["secret_text"][0])
     found: dict[str, LeakedId] = {}
     for each in find_leaked_ids(form.cleaned_data["secret_text"], settings.KEY_PREFIX):
-        found.setdefault(each.public_id, each)
+        if found.setdefault(each.public_id, each).kind is None and each.kind is not None:
+            found[each.public_id] = each  # A key string tells more than its bare id.
         if len(found) > _MAX_IDS:
             return [], f"The text contains more than {_MAX_IDS:,} possible key ids. Paste less at once."
     return list(found.values()), "" if found else _NOTHING_FOUND
@@ -359,7 +360,7 @@ def _banner(revoked: int, failed: int, receipt: Receipt | None) -> Banner:
     lead = f"{_count(revoked, 'key')} revoked." if revoked else "No key was revoked."
     not_revoked = f"{_count(failed, 'key')} NOT revoked: see the table." if failed else ""
     if receipt is None or receipt.is_complete:
-        done = "Every verifier refuses them." if revoked else ""
+        done = "All verifiers confirmed." if receipt is not None and receipt.verifiers else ""
         return Banner(lead, f"{not_revoked} {done}".strip(), "bad" if failed else "good")
     waiting = "Verifiers are confirming. This page updates by itself."
     return Banner(lead, f"{not_revoked} {waiting}".strip(), "bad" if failed else "wait")

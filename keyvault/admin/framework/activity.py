@@ -22,6 +22,14 @@ _SPECIAL = {
     "key.material_stored": "Key written to the secret backend",
     "key.material_destroyed": "Key destroyed in the secret backend",
     "credential.restricted": "Restrictions of the credential changed",
+    "issuance.requested": "Key requested",
+    "issuance.staged": "Key made for a request",
+    "issuance.issued": "Key issued",
+    "issuance.collected": "Key collected",
+    "operator.signed_in": "Signed in",
+    "operator.signed_out": "Signed out",
+    "operator.password_accepted": "Password accepted",
+    "operator.sign_in_prepared": "Sign-in of an operator prepared",
 }
 
 _TONES = {

@@ -143,7 +143,6 @@ class DescribedForm(forms.Form):
 def explain_view(
     site: AdminSite,
     request: HttpRequest,
-    crumbs: Sequence[Link],
     stored: QuerySet[Refusal],
     url_of: Callable[[Refusal], str],
 ) -> HttpResponse:
@@ -155,7 +154,7 @@ def explain_view(
     """
     by_id = SubjectForm()
     by_description = DescribedForm()
-    context: dict[str, Any] = {"title": "Explain a denial", "crumbs": crumbs}
+    context: dict[str, Any] = {"title": "Explain a denial"}
     status = 200
     if request.method == "POST":
         if (secret := _find_secret(request.POST)) is not None:
@@ -184,30 +183,36 @@ def explain_view(
 
 
 def verdict_sections(
-    code: ErrorCode, detail: str, internal: str, trace: Sequence[tuple[ErrorCode, bool]], *, request: str = ""
+    code: ErrorCode,
+    detail: str,
+    internal: str,
+    trace: Sequence[tuple[ErrorCode, bool]],
+    *,
+    subject: str = "The request is",
 ) -> list[Any]:
     """Return the verdict as a sentence with an answer for the merchant, the rules, and the details.
 
     Args:
         internal: for operators only; no part of the answer.
-        request: the request that was denied, as the beginning of a sentence; empty: a described one.
+        subject: beginning of the sentence, before `denied`.
     """
     kind = PROBLEM_TYPES[code]
     rows: list[tuple[str, Any]] = [
         ("Response", f"{kind.status} {kind.title}"),
         ("Code", mono(code)),
         ("Detail sent to the caller", detail),
-        ("Cause", kind.cause),
-        ("Remedy", kind.remedy),
+        ("Cause", _without_marks(kind.cause)),
+        ("Remedy", _without_marks(kind.remedy)),
     ]
     if kind.check is not None:
         rows.append(("Check before retrying", f"{kind.check}: {_RETRY_CHECKS[kind.check]}"))
     if internal:
         rows.append(("For operators only", internal))
-    lead = f"{request or 'The request'} was denied: {kind.title}."
-    answer = " ".join([lead, f"The response was {kind.status} {code}.", kind.cause, kind.remedy])
+    cause, remedy = _without_marks(kind.cause), _without_marks(kind.remedy)
+    lead = f"{subject} denied: {kind.title}."
+    answer = " ".join([lead, f"The response is {kind.status} {code}.", cause, remedy])
     return [
-        Banner(lead, kind.remedy, "bad", [copy_button(answer, "Copy answer for the merchant")]),
+        Banner(lead, remedy, "bad", [copy_button(answer, "Copy answer for the merchant")]),
         Columns([rules_card(trace, code), FactTable("Verdict", rows)]),
     ]
 
@@ -223,12 +228,17 @@ def rules_card(trace: Sequence[tuple[ErrorCode, bool]], denied: ErrorCode | None
     return Card("Rules applied, in order", Checks([_check(code, passed) for code, passed in applied]))
 
 
+def _without_marks(text: str) -> str:
+    """Return a text of the problem types without the marks of code, which only the documentation renders."""
+    return text.replace("`", "")
+
+
 def _check(code: ErrorCode, passed: bool) -> Check:
     requirement = _CHECKS.get(code, PROBLEM_TYPES[code].title)
     title = f"{requirement[0].upper()}{requirement[1:]}"
     if passed:
-        return Check(title, "done", when=mono(code))
-    return Check(title, "failed", f"Not met. {PROBLEM_TYPES[code].cause}", badge("refused"))
+        return Check(title, "done")
+    return Check(title, "failed", f"Not met. {_without_marks(PROBLEM_TYPES[code].cause)}", badge("refused"))
 
 
 def _find_secret(sent: QueryDict) -> str | None:
@@ -257,8 +267,8 @@ def _explain_key(
     sections: list[Any]
     if isinstance(verdict, Denial) and verdict.code not in _MATCHED_NOTHING:
         trace = [(check.rule, check.passed) for check in judgement.trace] if judgement else []
-        request = f"Every request with key {key_id}"
-        sections = verdict_sections(verdict.code, verdict.detail, verdict.internal, trace, request=request)
+        subject = f"Every request with key {key_id} is"
+        sections = verdict_sections(verdict.code, verdict.detail, verdict.internal, trace, subject=subject)
     else:
         text = "Whether a request is allowed depends on the endpoint, the merchant that it names and its address."
         sections = [Banner("The key itself is accepted.", text, "good", [Link("Open key", url)])]

@@ -116,7 +116,7 @@ MATRIX: dict[str, frozenset[P]] = {
     "keyvault_limitoverride_clear": frozenset({P.LIMITS_WRITE}),
     "keyvault_refusal_changelist": frozenset({P.VERDICTS_EXPLAIN}),
     "keyvault_refusal_change": frozenset({P.VERDICTS_EXPLAIN}),
-    "keyvault_refusal_explain": frozenset({P.VERDICTS_EXPLAIN}),
+    "explain": frozenset({P.VERDICTS_EXPLAIN}),
     "keyvault_credential_restrict": frozenset({P.CREDENTIALS_RESTRICT}),
     "keyvault_credential_changelist": frozenset({P.KEYS_READ}),
     "keyvault_credential_change": frozenset({P.KEYS_READ}),

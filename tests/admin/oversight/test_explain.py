@@ -25,7 +25,7 @@ IDS = ["key_id", "customer_token_id", "subject"]
 
 
 def explain(desk: Desk, **fields: str) -> Any:
-    return browser(desk.approver).post(address("keyvault_refusal_explain"), fields)
+    return browser(desk.approver).post(address("explain"), fields)
 
 
 def looked_up(desk: Desk, request_id: str) -> str:
@@ -164,7 +164,7 @@ def test_explain_of_an_incomplete_description_shows_the_errors(desk: Desk, field
 
 
 def test_explain_is_reached_from_the_front_page_and_the_list(desk: Desk) -> None:
-    url = address("keyvault_refusal_explain")
+    url = address("explain")
     make_refusal()
     client = browser(desk.auditor)
     assert url in text_of(client.get("/admin/"))
@@ -180,7 +180,7 @@ def test_explain_by_key_id_says_what_every_request_gets(desk: Desk) -> None:
     revoke_key(grant(desk.admin, P.KEYS_REVOKE, desk.sandbox), key, RevocationReason.SUPERSEDED)
     make_refusal("K" * 22, key_id=key.pk, merchant_id="acme", code="key_revoked")
     text = text_of(explain(desk, subject=f" {key.pk} "))
-    assert f"Every request with key {key.pk} was denied: Key revoked." in text
+    assert f"Every request with key {key.pk} is denied: Key revoked." in text
     assert address("keyvault_refusal_change", "K" * 22) in text
 
 
@@ -189,10 +189,7 @@ def test_explain_by_key_id_outside_the_scope_knows_no_such_key(desk: Desk) -> No
     key, _ = issue(desk.sandbox)
     make_merchant("globex")
     limited = make_operator("limited", Role.APPROVER, scope=AccessScope(frozenset({"globex"})))
-    pages = [
-        text_of(browser(limited).post(address("keyvault_refusal_explain"), {"subject": subject}))
-        for subject in (key.pk, "0" * 16)
-    ]
+    pages = [text_of(browser(limited).post(address("explain"), {"subject": subject})) for subject in (key.pk, "0" * 16)]
     assert all("No key has this id." in page for page in pages)
     assert "acme" not in pages[0]
 

@@ -18,7 +18,7 @@ from rotation.admin import incidents
 from rotation.models import Rotation
 from tests.admin.conftest import desk
 from tests.admin.desk import Desk, address, browser, dump, hidden, text_of, with_password
-from tests.factories import issue, make_merchant, make_operator
+from tests.factories import issue, make_merchant, make_operator, make_token
 
 __all__ = ["desk"]
 
@@ -145,6 +145,15 @@ def test_leak_desk_refuses_a_forged_preview(desk: Desk, ids: str) -> None:
 @pytest.mark.parametrize("text", ["", "no key here", "responsibilities of a team", "x" * 500_001])
 def test_leak_desk_without_a_key_in_the_text_says_so(desk: Desk, text: str) -> None:
     assert paste(browser(desk.responder), text).status_code == 400
+
+
+def test_leak_desk_names_a_service_token_and_does_not_revoke_it(desk: Desk) -> None:
+    """Its bare id occurs first: the token must not be taken for a word of the log line."""
+    token, text = make_token()
+    shown = text_of(paste(browser(desk.responder), f"id={token.pk} x\n{text.reveal()}"))
+    assert "whole service token" in shown
+    assert "Revoke it under Service tokens." in shown
+    assert "No key to revoke" in shown
 
 
 def test_leak_desk_lists_a_compromised_key_as_done(desk: Desk) -> None:
