@@ -135,6 +135,11 @@ def identifier(text: object) -> SafeString:
     )
 
 
+def copy_button(text: str, label: str) -> SafeString:
+    """Render a button that copies the text; a script shows it."""
+    return format_html('<button type="button" class="button" data-copy="{}" hidden>{}</button>', text, label)
+
+
 def link(url: str, label: object) -> SafeString:
     return format_html('<a href="{}">{}</a>', url, label)
 

@@ -380,7 +380,7 @@ def test_scope_changes_nothing_of_the_installation(desk: Desk, page: str) -> Non
 def test_scope_explanation_knows_no_key_of_another_merchant(desk: Desk) -> None:
     make_merchant("globex")
     key, _ = issue(desk.sandbox)
-    client, page = browser(limited(GLOBEX)), address("keyvault_refusal_explain")
+    client, page = browser(limited(GLOBEX)), address("explain")
     described = {"environment": "sandbox", "endpoint": "orders.create"}
     texts = [text_of(client.post(page, {**described, "key_id": each})) for each in (str(key.pk), "A" * 16)]
     assert "no key with this id exists" in texts[0]
