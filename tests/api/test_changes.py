@@ -19,6 +19,7 @@ from keyvault.services.change_feed import readers
 from keyvault.services.change_feed.readers import forget_old_readers
 from keyvault.services.change_feed.receipts import find_receipt
 from keyvault.services.keys.lifecycle import get_key, revoke_key
+from keyvault.services.recording.changes import poll_feed
 from keyvault.services.usage.recorder import observe
 from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
 
@@ -166,12 +167,18 @@ def test_read_extends_the_wait_of_receipts_before_it_answers(send: Send) -> None
     after = begin(send)
     row = Verifier.objects.get(pk__endswith=".r1")
     Verifier.objects.filter(pk=row.pk).update(seen_at=row.seen_at - timedelta(seconds=20))
-    order = []
-    poll, renew = readers.poll_feed, readers._renew
-    with (
-        mock.patch.object(readers, "poll_feed", lambda above: order.append("poll") or poll(above)),
-        mock.patch.object(readers, "_renew", lambda *given: order.append("renew") or renew(*given)),
-    ):
+    order: list[str] = []
+    real_poll, real_renew = poll_feed, readers._renew
+
+    def poll(*given: Any) -> Any:
+        order.append("poll")
+        return real_poll(*given)
+
+    def renew(*given: Any) -> Any:
+        order.append("renew")
+        return real_renew(*given)
+
+    with mock.patch.object(readers, "poll_feed", poll), mock.patch.object(readers, "_renew", renew):
         assert read(send, after).status_code == 200
     assert order == ["renew", "poll"]
     assert Verifier.objects.get(pk=row.pk).seen_at >= row.seen_at

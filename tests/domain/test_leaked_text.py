@@ -13,7 +13,7 @@ def test_leaked_ids_are_found_in_every_shape() -> None:
     assert [(each.line, each.public_id) for each in found[:5]] == [(line, key_id) for line in range(1, 6)]
     assert found[0].is_whole
     assert not found[1].is_whole
-    assert found[0].kind in StringKind
+    assert isinstance(found[0].kind, StringKind)
     assert found[3] == LeakedId(4, key_id, None)
     assert found[4].is_alone
     assert not any(whole[-49:-43] in repr(each) for each in found)

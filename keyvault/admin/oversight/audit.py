@@ -303,7 +303,7 @@ def _chain_state(found: Sequence[CheckpointStatus]) -> Banner:
     for status in found:
         if status.unchecked is not None:
             return Banner("Signatures are not checked now.", f"{status.scope}: {status.unchecked}", "wait")
-    signed = [status.newest.at for status in found if status.newest is not None]
+    signed = [status.newest.at for status in found if status.newest is not None and status.newest.at is not None]
     if not signed:
         return Banner("No checkpoint is signed yet.", "The worker signs one within minutes.", "wait")
     unsigned = sum(status.unsigned for status in found)

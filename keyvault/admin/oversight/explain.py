@@ -205,7 +205,7 @@ def verdict_sections(
         ("Remedy", _without_marks(kind.remedy)),
     ]
     if kind.check is not None:
-        rows.append(("EvidenceItem before retrying", f"{kind.check}: {_RETRY_CHECKS[kind.check]}"))
+        rows.append(("Check before retrying", f"{kind.check}: {_RETRY_CHECKS[kind.check]}"))
     if internal:
         rows.append(("For operators only", internal))
     cause, remedy = _without_marks(kind.cause), _without_marks(kind.remedy)

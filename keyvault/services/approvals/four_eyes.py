@@ -16,7 +16,9 @@ class _Approvable(Protocol):
 
     pk: Any
     approvals: Any
-    approvals_needed: Any
+
+    @property
+    def approvals_needed(self) -> Any: ...
 
     @property
     def plan_digest(self) -> Any: ...

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.django_db
 def state_of(key: Key) -> str:
     found = get_key(key.pk)
     assert found is not None
-    return found.state
+    return str(found.state)
 
 
 def paste(client: Client, text: str) -> Any:

@@ -84,7 +84,7 @@ def test_failed_apply_confirms_nothing() -> None:
     follower, memory = following(central)
     follower.read_once()
     follower.confirm_once()
-    follower.apply = lambda subjects: (_ for _ in ()).throw(RuntimeError("broken"))  # type: ignore[assignment]  # raises
+    follower.apply = lambda subjects: (_ for _ in ()).throw(RuntimeError("broken"))
     with pytest.raises(RuntimeError):
         follower.read_once()
     follower.confirm_once()
