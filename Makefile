@@ -10,7 +10,7 @@ CODE = keyvault rotation tests clients/python manage.py deploy/compose/make_secr
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run check check-types check-pure test test-long test-clients test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
+.PHONY: help demo run check check-types check-pure test test-long test-clients test-wheel test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -25,7 +25,7 @@ run: ready-to-run ## run the service in the foreground with demo data (PORT=8000
 check: ready-to-test ## run ruff, the import contracts, mypy and the tests of the pure packages
 	$(BIN)/ruff check --quiet $(CODE)
 	$(BIN)/ruff format --check --quiet $(CODE)
-	$(BIN)/lint-imports --no-logo
+	PYTHONPATH=clients/python $(BIN)/lint-imports --no-logo
 	@$(MAKE) --no-print-directory --jobs=2 check-types check-pure
 
 # mypy uses one core, so that the tests run beside it.
@@ -43,6 +43,9 @@ test-long: ready-to-test ## run the slow tests: killed processes, whole services
 
 test-clients: ## test the Go and TypeScript clients, where Go 1.24 and Node 20 are installed
 	@exec clients/test
+
+test-wheel: ready-to-test ## build the wheel of the Python client, install it alone into an empty environment, and test it there
+	@exec $(BIN)/python -m tests.clients.python.wheel
 
 # Linters and PostgreSQL do not depend on the Python version, and entry points run the code of the packages below them.
 # The tests that remain depend on Python itself: pure packages, sockets and TLS, processes and signals.
@@ -102,6 +105,7 @@ lock: ready-to-test ## write each requirements.txt from its .in file (ARGS=--upg
 	$(COMPILE) $(ARGS) tests/requirements.in --output-file tests/requirements.txt
 	$(COMPILE) $(ARGS) tests/bench/requirements.in --output-file tests/bench/requirements.txt
 	$(COMPILE) $(ARGS) tests/tools/requirements.in --output-file tests/tools/requirements.txt
+	$(COMPILE) $(ARGS) clients/python/requirements.in --output-file clients/python/requirements.txt
 	$(COMPILE) $(ARGS) docs/requirements.in --output-file docs/requirements.txt
 
 clean: ## remove .venv/ and caches, but no data

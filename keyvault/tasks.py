@@ -1,6 +1,7 @@
 """Celery tasks: each runs one service. A message names an environment only; the database has the due rows.
 
-A task that uses `shared_jobs` does the work of all environments that its worker serves.
+A task that uses `shared_jobs` does the work of all environments that its worker serves. It returns whether it did: a
+message that another one of its round makes superfluous is no success.
 """
 
 import logging
@@ -19,37 +20,35 @@ _log = logging.getLogger(__name__)
 
 
 @shared_task(name="keyvault.tasks.issue_approved")
-def issue_approved(environment: str = "") -> None:
-    if shared_jobs.begin("issue_approved", environment):
-        maintenance.issue_due()
+def issue_approved(environment: str = "") -> bool:
+    return shared_jobs.run("issue_approved", environment, maintenance.issue_due)
 
 
 @shared_task(name="keyvault.tasks.deliver_webhooks")
-def deliver_webhooks(environment: str = "") -> None:
-    if shared_jobs.begin("deliver_webhooks", environment):
-        deliveries.deliver_due()
+def deliver_webhooks(environment: str = "") -> bool:
+    return shared_jobs.run("deliver_webhooks", environment, deliveries.deliver_due)
 
 
 @shared_task(name="keyvault.tasks.send_alarms")
-def send_alarms(environment: str = "") -> None:
-    if shared_jobs.begin("send_alarms", environment):
-        alarm_messages.send_due()
+def send_alarms(environment: str = "") -> bool:
+    return shared_jobs.run("send_alarms", environment, alarm_messages.send_due)
 
 
 @shared_task(name="keyvault.tasks.sign_checkpoints")
-def sign_checkpoints(environment: str = "") -> None:
-    if shared_jobs.begin("sign_checkpoints", environment):
-        checkpoints.sign_due(datetime.now(UTC))
+def sign_checkpoints(environment: str = "") -> bool:
+    return shared_jobs.run("sign_checkpoints", environment, lambda: checkpoints.sign_due(datetime.now(UTC)))
 
 
 @shared_task(name="keyvault.tasks.run_maintenance")
-def run_maintenance(environment: str = "") -> None:
+def run_maintenance(environment: str = "") -> bool:
+    return shared_jobs.run("run_maintenance", environment, _maintain)
+
+
+def _maintain() -> None:
     """Run every maintenance step, those that end keys first.
 
     A failed step does not stop the others. Raises the first error at the end.
     """
-    if not shared_jobs.begin("run_maintenance", environment):
-        return
     errors = []
     ends = (
         maintenance.compare_revocation_log,
@@ -80,12 +79,10 @@ def total_usage(environment: str = "") -> None:
 
 
 @shared_task(name="keyvault.tasks.watch_backend")
-def watch_backend(environment: str = "") -> None:
-    if shared_jobs.begin("watch_backend", environment):
-        maintenance.watch_backend()
+def watch_backend(environment: str = "") -> bool:
+    return shared_jobs.run("watch_backend", environment, maintenance.watch_backend)
 
 
 @shared_task(name="keyvault.tasks.reconcile_backend")
-def reconcile_backend(environment: str = "") -> None:
-    if shared_jobs.begin("reconcile_backend", environment):
-        reconciliation.reconcile_due()
+def reconcile_backend(environment: str = "") -> bool:
+    return shared_jobs.run("reconcile_backend", environment, reconciliation.reconcile_due)

@@ -46,9 +46,8 @@ def _queue_of(environment: str, is_urgent: bool) -> str:
 
 
 @shared_task(name="rotation.tasks.forget_pending")
-def forget_pending(environment: str = "") -> None:
-    if shared_jobs.begin("forget_pending", environment):
-        side_effects.forget_due(datetime.now(UTC))
+def forget_pending(environment: str = "") -> bool:
+    return shared_jobs.run("forget_pending", environment, lambda: side_effects.forget_due(datetime.now(UTC)))
 
 
 @shared_task(name="rotation.tasks.begin_scheduled")

@@ -190,7 +190,10 @@ def is_plain_segment(segment: str) -> bool:
 _PRIVATE, _PUBLIC = frozenset({KeyKind.PRIVATE}), frozenset({KeyKind.PUBLIC})
 
 ACKNOWLEDGEMENT = "credentials.acknowledge"
-"""Endpoint whose calls count as use of a key, but not as proof of a rotation by traffic."""
+REPLACEMENT = "credentials.replacement"
+RECIPIENT_KEY = "credentials.recipient_key"
+WITHOUT_TRAFFIC = (ACKNOWLEDGEMENT, REPLACEMENT, RECIPIENT_KEY)
+"""Endpoints whose calls count as use of a key, but not as traffic that proves a rotation."""
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
@@ -246,6 +249,20 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/credentials/acknowledge",
         _PRIVATE,
         summary="Acknowledges that the merchant has received a rotation's replacement key.",
+    ),
+    Endpoint(
+        REPLACEMENT,
+        "GET",
+        "/credentials/replacement",
+        _PRIVATE,
+        summary="Retrieves the open rotation's replacement, sealed to the credential's recipient key.",
+    ),
+    Endpoint(
+        RECIPIENT_KEY,
+        "PUT",
+        "/credentials/recipient-key",
+        _PRIVATE,
+        summary="Sets the X25519 key to which replacements are sealed.",
     ),
     Endpoint(
         "credentials.revoke_self",

@@ -87,10 +87,12 @@ _KEY_PERMISSIONS = {
             Permission.KEYS_REVOKE_SELF,
             Permission.ORDERS_CREATE,
             Permission.CUSTOMER_TOKENS_WRITE,
+            Permission.RECIPIENTS_WRITE,
         }
     ),
 }
-"""Write permissions of an API key: its merchant's own data, its rotation's acknowledgment, and its own revocation."""
+"""Write permissions of an API key: its merchant's own data, and of its credential the acknowledgment of a rotation, the
+recipient key, and its own revocation."""
 
 
 OUTSIDE_SCOPE = "This concerns merchants or environments outside your scope. Ask an operator whose scope has them."

@@ -13,12 +13,17 @@ class Permission(StrEnum):
     NOTICES_MARK = "notices:mark"
     KEYS_READ = "keys:read"
     KEYS_VERIFY = "keys:verify"
+    KEYS_REPLICATE = "keys:replicate"
+    KEYS_REPLICATE_DIGESTS = "keys:replicate_digests"
     KEYS_SUSPEND = "keys:suspend"
     KEYS_RESUME = "keys:resume"
     KEYS_REVOKE = "keys:revoke"
     KEYS_REVOKE_SELF = "keys:revoke_self"
     KEYS_REPORT_COMPROMISE = "keys:report_compromise"
     CREDENTIALS_RESTRICT = "credentials:restrict"
+    RECIPIENTS_WRITE = "recipients:write"
+    RECIPIENTS_APPROVE = "recipients:approve"
+    RECIPIENTS_WITHDRAW = "recipients:withdraw"
     CATALOG_READ = "catalog:read"
     CATALOG_WRITE = "catalog:write"
     LIMITS_WRITE = "limits:write"
@@ -67,6 +72,8 @@ SERVICE_PERMISSIONS = frozenset(
         Permission.KEYS_READ,
         Permission.KEYS_VERIFY,
         Permission.KEYS_REVOKE,
+        Permission.KEYS_REPLICATE,
+        Permission.KEYS_REPLICATE_DIGESTS,
         Permission.ISSUANCE_REQUEST,
         Permission.ISSUANCE_COLLECT,
         Permission.ROTATIONS_READ,

@@ -41,9 +41,10 @@ from keyvault.admin.framework.actions import RowAction
 from keyvault.admin.framework.attention import (
     MAX_ROWS,
     URGENT_TONES,
-    Found,
+    FoundAttention,
     attention_context,
     count_by_entry,
+    menu_counts,
 )
 from keyvault.admin.framework.enforcement import grant_for, operator_of
 from keyvault.admin.framework.menu import ENTRIES, ConsolePage, Section, build_menu, page_route
@@ -55,12 +56,15 @@ from keyvault.admin.framework.plain_pages import CONTENT_SECURITY_POLICY
 from keyvault.admin.framework.row_search import find_ids
 from keyvault.admin.framework.shown_environment import choose_environment, environment_of
 from keyvault.admin.framework.sign_in import SignInView, find_next, second_factor_url
+from keyvault.admin.keys.credential_choices import CREDENTIAL_CHOICES
 from keyvault.admin.keys.credentials import CredentialAdmin
 from keyvault.admin.keys.issuance import IssuanceRequestAdmin
 from keyvault.admin.keys.keys import KeyAdmin
 from keyvault.admin.keys.overview import REFRESH_SECONDS, overview_context
 from keyvault.admin.keys.peppers import PepperVersionAdmin
+from keyvault.admin.keys.recipient_keys import RecipientKeyAdmin
 from keyvault.admin.keys.service_tokens import ServiceTokenAdmin
+from keyvault.admin.merchants.merchant_choices import MERCHANT_CHOICES
 from keyvault.admin.merchants.merchants import AccountAdmin, MerchantAdmin
 from keyvault.admin.merchants.provider_connections import ProviderConnectionAdmin
 from keyvault.admin.merchants.webhooks import WebhookEndpointAdmin
@@ -90,6 +94,7 @@ from keyvault.models import (
     OperatorChange,
     PepperVersion,
     ProviderConnection,
+    RecipientKey,
     Refusal,
     ServiceToken,
     WebhookEndpoint,
@@ -102,6 +107,7 @@ MODEL_ADMINS: tuple[tuple[type[Model], type[ConsoleModelAdmin]], ...] = (
     (IssuanceRequest, IssuanceRequestAdmin),
     (Credential, CredentialAdmin),
     (Key, KeyAdmin),
+    (RecipientKey, RecipientKeyAdmin),
     (Merchant, MerchantAdmin),
     (Account, AccountAdmin),
     (ProviderConnection, ProviderConnectionAdmin),
@@ -144,7 +150,11 @@ class ConsoleSite(AdminSite):
 
     def __init__(self, name: str = "admin") -> None:
         super().__init__(name)
-        self._pages: list[ConsolePage] = [*refusals.PAGES, *audit_export.PAGES]
+        self._pages: list[ConsolePage] = [
+            *(MERCHANT_CHOICES, CREDENTIAL_CHOICES),
+            *refusals.PAGES,
+            *audit_export.PAGES,
+        ]
         self._overview_parts: list[FindPart] = []
         for model, model_admin in MODEL_ADMINS:
             self.register(model, model_admin)
@@ -252,6 +262,8 @@ class ConsoleSite(AdminSite):
                     detail = "The URL contains a whole key, and URLs are logged. Rotate the key, and search by key id."
                     response = problem_page(self, request, ErrorCode.CREDENTIAL_IN_URL, detail)
                 else:
+                    if request.method == "POST" and self.has_permission(request):
+                        menu_counts.forget(request)
                     response = view(request, *args, **kwargs)
             except KeyvaultError as error:
                 meters.note_denial(Plane.CONSOLE, error.code)
@@ -307,12 +319,14 @@ class ConsoleSite(AdminSite):
     # --- the front page and the frame ---------------------------------------------------------------------
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
+        found = self._attention(request, is_complete=True)
+        menu_counts.store(request, count_by_entry(found))
         context: dict[str, Any] = {
             "title": self.index_title,
             "create_links": [
                 link for model_admin in self._model_admins() for link in model_admin.create_links(request)
             ],
-            **attention_context(request, self._attention(request, is_complete=True)),
+            **attention_context(request, found),
             **overview_context(request),
         }
         parts = [part for find in self._overview_parts if (part := find(request)) is not None]
@@ -322,17 +336,12 @@ class ConsoleSite(AdminSite):
         context["tiles"] = [*context.get("tiles", ()), *(tile for part in parts for tile in part.tiles)]
         return live_page(self, request, "index", context, seconds=REFRESH_SECONDS)
 
-    def _attention(self, request: HttpRequest, *, is_complete: bool = False) -> Found:
-        """Return what needs attention, read once per request; without `is_complete` only what the operator can do."""
-        known: Found | None = getattr(request, "console_attention", None)
-        if known is None:
-            viewable = (each for each in self._model_admins() if each.has_view_permission(request))
-            items = [item for model_admin in viewable for item in model_admin.attention_items(request)]
-            chosen = [item for item in items if is_complete or item.tone in URGENT_TONES]
-            found = find_ids([item.limited_rows(request) for item in chosen], MAX_ROWS + 1)
-            known = list(zip(chosen, found, strict=True))
-            request.console_attention = known  # type: ignore[attr-defined]  # read back above
-        return known
+    def _attention(self, request: HttpRequest, *, is_complete: bool) -> FoundAttention:
+        """Return what needs attention; without `is_complete` only what the operator can do."""
+        viewable = (each for each in self._model_admins() if each.has_view_permission(request))
+        items = [item for model_admin in viewable for item in model_admin.attention_items(request)]
+        chosen = [item for item in items if is_complete or item.tone in URGENT_TONES]
+        return list(zip(chosen, find_ids([item.limited_rows(request) for item in chosen], MAX_ROWS + 1), strict=True))
 
     def search_page(self, request: HttpRequest) -> HttpResponse:
         """Show the rows that a word names: an id, the end of a key id, or the beginning of a name or a label.
@@ -374,15 +383,18 @@ class ConsoleSite(AdminSite):
             "environments": sorted(operator.scope.environments, reverse=True),
             "roles": sorted(role.value.replace("_", " ") for role in operator.roles),
             "scope": operator.scope,
-            # A page does not repeat a key that was pasted into its address.
-            "here": "" if find_exposed(request.get_full_path()) else request.get_full_path(),
+            # Without the query: a page does not repeat what was pasted into its address.
+            "here": "" if find_exposed(request.path) else request.path,
         }
 
     def _menu(self, request: HttpRequest) -> list[Section]:
         """Return the menu of what the operator may view. Pages are the first tabs of their entry."""
         tabs = [(each.menu, each.tab_for(request)) for each in self._pages]
         tabs += [(model_admin.menu, model_admin.menu_tab(request)) for model_admin in self._model_admins()]
-        counts = count_by_entry(self._attention(request))
+        counts = menu_counts.find(request)
+        if counts is None:
+            counts = count_by_entry(self._attention(request, is_complete=False))
+            menu_counts.store(request, counts)
         return build_menu([(entry, tab) for entry, tab in tabs if tab is not None], counts)
 
     def get_log_entries(self, request: HttpRequest) -> QuerySet[LogEntry]:

@@ -9,6 +9,7 @@ from rest_framework.serializers import ValidationError
 from keyvault.access.customers import CUSTOMER_ID
 from keyvault.api.serializers import StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.currencies import CURRENCIES
+from keyvault.domain.recipients import KEY_CHARACTERS
 from keyvault.services.merchants.client_configuration import MAX_SECONDS
 from keyvault.services.merchants.orders import CURRENCY_RULE, MAX_AMOUNT_MINOR
 
@@ -37,3 +38,7 @@ class CustomerTokenRequest(StrictSerializer):
     """The account may set a lower maximum than this field's."""
 
     ttl_seconds = StrictInteger(required=False, min_value=1, max_value=MAX_SECONDS)
+
+
+class RecipientKeyRequest(StrictSerializer):
+    recipient_public_key = StrictText(max_length=KEY_CHARACTERS)

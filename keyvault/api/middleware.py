@@ -25,6 +25,9 @@ from keyvault.wire.trace_context import TRACEPARENT, traced
 RAW_PATH = "keyvault.raw_path"
 """Key in `request.META`: the path as sent, before percent-decoding. Only our own server sets it."""
 
+FEED_WAIT = "keyvault.feed_wait"
+"""Key in `request.META`: a `project.feed_waiting.FeedWait`, where the server can wait for the next change."""
+
 FORWARDED_HOST = "keyvault.forwarded_host"
 """Key in `request.META` of an Envoy request: the Host of the client's request."""
 

@@ -16,6 +16,7 @@ from keyvault.api.openapi_components import (
     reference,
 )
 from keyvault.api.openapi_examples import KEY
+from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.domain.issuance import Delivery, IssuanceState
@@ -111,6 +112,8 @@ REVOKED_BODY = define(
 
 # --- the catalog ------------------------------------------------------------------------------------------
 
+_LIMIT_BODY = define("EndpointLimitBody", obj(count=INTEGER, seconds=INTEGER))
+
 _ENDPOINT_BODY = define(
     "EndpointBody",
     obj(
@@ -124,7 +127,7 @@ _ENDPOINT_BODY = define(
         merchant_from=nullable(TEXT),
         store_from=nullable(TEXT),
         idempotency_key=FLAG,
-        limit=nullable(define("EndpointLimitBody", obj(count=INTEGER, seconds=INTEGER))),
+        limit=nullable(_LIMIT_BODY),
         on_limiter_loss=one_of(LimiterFailurePolicy),
         built_in=FLAG,
         summary=TEXT,
@@ -232,7 +235,7 @@ ISSUANCE_REQUESTS_BODY = define(
     obj(issuance_requests=list_of(ISSUANCE_REQUEST_BODY), next_cursor=nullable(TEXT)),
 )
 
-_SEALED_BODY = define(
+SEALED_BODY = define(
     "SealedBody", obj("HPKE (RFC 9180) in base mode, base64url.", suite=TEXT, enc=TEXT, ciphertext=TEXT)
 )
 
@@ -244,7 +247,145 @@ COLLECTED_BODY = define(
         issuance_request_id=TEXT,
         credential_id=TEXT,
         key_id=TEXT,
-        optional={"key": nullable(TEXT), "sealed": _SEALED_BODY, "secret_available": FLAG},
+        optional={"key": nullable(TEXT), "sealed": SEALED_BODY, "secret_available": FLAG},
+    ),
+)
+
+# --- the change feed ----------------------------------------------------------------------------------------
+
+_KEY_RECORD_BODY = define(
+    "KeyRecordBody",
+    obj(
+        "What a verdict depends on. `digest`, its pepper version and the account's numbers are for regional verifiers.",
+        key_id=TEXT,
+        credential_id=TEXT,
+        kind=one_of(KeyKind),
+        environment=one_of(Environment),
+        merchant_id=TEXT,
+        state=one_of(KeyState),
+        retirement=nullable(one_of(RetirementReason)),
+        expires_at=nullable(INSTANT),
+        merchant_active=FLAG,
+        account_active=FLAG,
+        origin_header=one_of(["refuse", "report"]),
+        networks=list_of(TEXT),
+        limit=nullable(_LIMIT_BODY),
+        optional={"digest": TEXT, "pepper_version": INTEGER, "account_id": INTEGER, "account_version": INTEGER},
+    ),
+)
+
+_CHANGE_BODY = define(
+    "ChangeBody",
+    obj(
+        "A changed subject. `kind`: key, credential, account, merchant, limit, endpoint, customer_token or "
+        "service_token; drop everything for another one. `record`: of a key, as it is now.",
+        sequence=INTEGER,
+        kind=TEXT,
+        id=TEXT,
+        record=nullable(_KEY_RECORD_BODY),
+    ),
+)
+
+CHANGES_BODY = define(
+    "ChangesBody",
+    obj(
+        reader_id=TEXT,
+        sequence=INTEGER,
+        waited_seconds={"type": "number", "minimum": 0},
+        staleness_seconds=INTEGER,
+        changes=list_of(_CHANGE_BODY),
+    ),
+)
+
+CONFIRMED_BODY = define("ConfirmedBody", obj(reader_id=TEXT, sequence=INTEGER))
+USAGE_REPORTED_BODY = define("UsageReportedBody", obj(reader_id=TEXT, number=INTEGER))
+SNAPSHOT_KEYS_BODY = define("SnapshotKeysBody", obj(keys=list_of(_KEY_RECORD_BODY)))
+
+_DIGEST = {"digest": TEXT, "pepper_version": INTEGER}
+
+SNAPSHOT_TOKENS_BODY = define(
+    "SnapshotTokensBody",
+    obj(
+        tokens=list_of(
+            define(
+                "TokenRecordBody",
+                obj(
+                    token_id=TEXT,
+                    name=TEXT,
+                    person=TEXT,
+                    permissions=list_of(TEXT),
+                    scope=obj(merchants=nullable(list_of(TEXT)), environments=list_of(one_of(Environment))),
+                    lineage=TEXT,
+                    is_probe=FLAG,
+                    expires_at=INSTANT,
+                    revoked_at=nullable(INSTANT),
+                    **_DIGEST,
+                ),
+            )
+        )
+    ),
+)
+
+SNAPSHOT_CUSTOMERS_BODY = define(
+    "SnapshotCustomersBody",
+    obj(
+        customers=list_of(
+            define(
+                "CustomerRecordBody",
+                obj(
+                    token_id=TEXT,
+                    environment=one_of(Environment),
+                    merchant_id=TEXT,
+                    customer_id=TEXT,
+                    expires_at=INSTANT,
+                    revoked_at=nullable(INSTANT),
+                    **_DIGEST,
+                ),
+            )
+        )
+    ),
+)
+
+SNAPSHOT_PEPPERS_BODY = define(
+    "SnapshotPeppersBody",
+    obj(
+        peppers=list_of(
+            define(
+                "PepperVersionBody",
+                obj(
+                    pepper_set=one_of(PepperSet),
+                    number=INTEGER,
+                    check_value=TEXT,
+                    created_at=INSTANT,
+                    hashes_from_at=nullable(INSTANT),
+                    retired_at=nullable(INSTANT),
+                ),
+            )
+        )
+    ),
+)
+
+RULES_BODY = define(
+    "RulesBody",
+    obj(
+        endpoints=list_of(_ENDPOINT_BODY),
+        limits=obj(
+            default={"type": "object", "additionalProperties": _LIMIT_BODY},
+            overrides=list_of(
+                define(
+                    "LimitOverrideBody",
+                    obj(
+                        "The limit of an endpoint: of one merchant's account, else (`merchant_id` null) of all.",
+                        merchant_id=nullable(TEXT),
+                        environment=one_of(Environment),
+                        endpoint=TEXT,
+                        limit=_LIMIT_BODY,
+                        setting=TEXT,
+                        account_id=nullable(INTEGER),
+                    ),
+                )
+            ),
+        ),
     ),
 )
 
@@ -274,3 +415,13 @@ CUSTOMER_TOKEN_BODY = define(
 CUSTOMER_BODY = define("CustomerBody", obj(customer_id=TEXT, expires_at=INSTANT))
 
 OWN_END_BODY = define("OwnEndBody", obj(key_id=TEXT, state=one_of(KeyState), sequence=INTEGER))
+
+RECIPIENT_KEY_BODY = define(
+    "RecipientKeyBody",
+    obj(
+        "The recipient key. Rotations requested from `applies_at` on use it.",
+        credential_id=TEXT,
+        recipient_public_key=TEXT,
+        applies_at=INSTANT,
+    ),
+)

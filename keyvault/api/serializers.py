@@ -2,19 +2,26 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from datetime import UTC
 from enum import StrEnum
 from typing import Any
 
 from django.http import QueryDict
 from rest_framework import serializers
 
+from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
+from keyvault.domain.free_text import MAX_STORED_LENGTH, clean_text
 from keyvault.domain.issuance import MAX_EXPIRES_IN_DAYS, Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.recipients import KEY_CHARACTERS
 from keyvault.domain.redaction import redact
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential
+from keyvault.models.usage import UseOutcome
+from keyvault.services.change_feed.readers import MAX_NAME_LENGTH, MAX_USES, ReportedUse, UsageReport
+from keyvault.services.change_feed.receipts import MAX_SEQUENCE
+from keyvault.services.change_feed.snapshot import MAX_KEYS
 from keyvault.services.keys.lifecycle import describe_key
 
 
@@ -136,6 +143,93 @@ class CredentialRequest(StrictSerializer):
     delivery = OneOf(Delivery, required=False)
     expires_in_days = StrictInteger(required=False, min_value=1, max_value=MAX_EXPIRES_IN_DAYS)
     recipient_public_key = StrictText(required=False, max_length=KEY_CHARACTERS)
+
+
+_READER = rf"[A-Za-z0-9._-]{{1,{MAX_NAME_LENGTH}}}"
+
+
+class ChangesQuery(QuerySerializer):
+    reader = StrictText(
+        pattern=_READER, max_length=MAX_NAME_LENGTH, help_text="Name of the reading process; a new one at each start."
+    )
+    after = StrictText(
+        required=False,
+        pattern="[0-9]{1,18}",
+        help_text="`sequence` of the response before. Omit it to start with an empty memory.",
+    )
+    wait = QueryInteger(
+        required=False, min_value=0, max_value=20, default=0, help_text="Maximum wait for the next change, in seconds."
+    )
+
+
+class ConfirmationRequest(StrictSerializer):
+    reader = StrictText(pattern=_READER, max_length=MAX_NAME_LENGTH)
+    sequence = StrictInteger(min_value=0, max_value=MAX_SEQUENCE)
+
+
+class SnapshotKeysQuery(QuerySerializer):
+    key_ids = StrictText(
+        pattern=rf"[0-9A-Za-z]{{16}}(,[0-9A-Za-z]{{16}}){{0,{MAX_KEYS - 1}}}",
+        help_text=f"1 to {MAX_KEYS} key ids, separated by commas.",
+    )
+
+
+class SnapshotTokensQuery(QuerySerializer):
+    token_ids = StrictText(
+        pattern=rf"[0-9A-Za-z]{{16}}(,[0-9A-Za-z]{{16}}){{0,{MAX_KEYS - 1}}}",
+        help_text=f"1 to {MAX_KEYS} token ids, separated by commas.",
+    )
+
+
+class ReportedUseRequest(StrictSerializer):
+    """The uses of one key by one client, in one minute, with one outcome."""
+
+    key_id = StrictText(max_length=16)
+    endpoint = StrictText(max_length=100, allow_blank=True)
+    source = StrictText(max_length=64, allow_blank=True)  # type: ignore[assignment]  # DRF takes fields off the class
+    user_agent = StrictText(required=False, default="", max_length=MAX_STORED_LENGTH, allow_blank=True)
+    origin = StrictText(required=False, default="", max_length=MAX_STORED_LENGTH, allow_blank=True)
+    outcome = OneOf([UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED])
+    count = StrictInteger(min_value=1, max_value=1_000_000_000)
+    first_at = serializers.DateTimeField(default_timezone=UTC)
+    last_at = serializers.DateTimeField(default_timezone=UTC)
+
+
+class UsageReportRequest(StrictSerializer):
+    reader = StrictText(pattern=_READER, max_length=MAX_NAME_LENGTH)
+    number = StrictInteger(min_value=1, max_value=MAX_SEQUENCE)
+    flushed_through = serializers.DateTimeField(default_timezone=UTC)
+    is_final = StrictBoolean(required=False, default=False)
+    uses = serializers.ListField(child=ReportedUseRequest(), max_length=MAX_USES)
+    peppers = serializers.DictField(
+        child=StrictInteger(min_value=0, max_value=2**31 - 1),
+        required=False,
+        help_text="For a regional verifier: the newest version that it has loaded of each pepper set.",
+    )
+
+    def report(self) -> UsageReport:
+        fields = self.validated_data
+        return UsageReport(
+            number=fields["number"],
+            flushed_through=fields["flushed_through"],
+            uses=[_reported_use(use) for use in fields["uses"]],
+            peppers={name: version for name, version in fields.get("peppers", {}).items() if name in set(PepperSet)},
+            is_final=fields["is_final"],
+        )
+
+
+def _reported_use(fields: Mapping[str, Any]) -> ReportedUse:
+    """Return the use, with secrets in its texts redacted as on the request path."""
+    lengths = {"endpoint": 100, "source": 64, "user_agent": MAX_STORED_LENGTH, "origin": MAX_STORED_LENGTH}
+    texts = {name: clean_text(fields[name], length) for name, length in lengths.items()}
+    return ReportedUse(
+        key_id=fields["key_id"],
+        outcome=UseOutcome(fields["outcome"]),
+        count=fields["count"],
+        first_at=fields["first_at"],
+        last_at=fields["last_at"],
+        **texts,
+    )
 
 
 class CollectRequest(StrictSerializer):

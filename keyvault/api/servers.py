@@ -4,13 +4,21 @@ from typing import Any
 
 from rest_framework.response import Response
 
+from keyvault.access.catalog import RECIPIENT_KEY
 from keyvault.access.customers import CUSTOMER_ID
 from keyvault.access.decision import Denial
 from keyvault.access.permissions import Permission
 from keyvault.api.integration import Call, EndpointServer, Servers, read_json
-from keyvault.api.integration_serializers import CustomerTokenRequest, OrderRequest
+from keyvault.api.integration_serializers import CustomerTokenRequest, OrderRequest, RecipientKeyRequest
 from keyvault.api.openapi import in_path
-from keyvault.api.schemas import CONFIGURATION_BODY, CUSTOMER_BODY, CUSTOMER_TOKEN_BODY, ORDER_BODY, OWN_END_BODY
+from keyvault.api.schemas import (
+    CONFIGURATION_BODY,
+    CUSTOMER_BODY,
+    CUSTOMER_TOKEN_BODY,
+    ORDER_BODY,
+    OWN_END_BODY,
+    RECIPIENT_KEY_BODY,
+)
 from keyvault.api.serializers import StrictSerializer
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import ErrorCode, NotFoundError
@@ -19,6 +27,7 @@ from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Order
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.keys.lifecycle import get_key, revoke_own_key
+from keyvault.services.keys.recipient_keys import set_recipient_key
 from keyvault.services.merchants.orders import create_order, find_order
 from keyvault.services.tokens.customer_tokens import issue_customer_token, revoke_customer_token
 from keyvault.services.verification.judging import Judgement
@@ -101,6 +110,21 @@ def _show_customer(call: Call) -> Response:
     )
 
 
+def _set_recipient_key(call: Call) -> Response:
+    fields = _read(RecipientKeyRequest, call)
+    key = get_key(call.holder.key_id)
+    if key is None:
+        raise NotFoundError
+    recipient = set_recipient_key(call.grant(Permission.RECIPIENTS_WRITE), key, fields["recipient_public_key"])
+    return Response(
+        {
+            "credential_id": recipient.credential_id,
+            "recipient_public_key": recipient.public_key,
+            "applies_at": format_timestamp(recipient.applies_at),
+        }
+    )
+
+
 def _revoke_self(call: Call) -> Response:
     key = get_key(call.holder.key_id)
     if key is None:
@@ -163,6 +187,15 @@ SERVERS: Servers = {
         "as well.",
         answers=_show_customer,
         gives=CUSTOMER_BODY,
+    ),
+    RECIPIENT_KEY: EndpointServer(
+        description="Sets the X25519 public key (32 bytes in base64url without padding) to which replacements of this "
+        "credential are sealed. Operators are alarmed. In production the key applies 24 hours later, or when two "
+        "operators approve it; `applies_at` says when. Rotations requested from then on use it. Repeatable: the same "
+        "key again changes nothing.",
+        answers=_set_recipient_key,
+        takes=RecipientKeyRequest,
+        gives=RECIPIENT_KEY_BODY,
     ),
     "credentials.revoke_self": EndpointServer(
         description="The holder of a leaked private key revokes it, without a sign-in. The response has the sequence "

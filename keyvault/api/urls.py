@@ -3,6 +3,16 @@
 from django.urls import path
 
 from keyvault.api import converters  # noqa: F401  registers the ids used below
+from keyvault.api.views.changes import (
+    ChangesView,
+    ConfirmationsView,
+    SnapshotCustomersView,
+    SnapshotKeysView,
+    SnapshotPeppersView,
+    SnapshotTokensView,
+    SnapshotView,
+    UsageReportsView,
+)
 from keyvault.api.views.docs import DocsView, OpenAPIView
 from keyvault.api.views.endpoints import EndpointsView
 from keyvault.api.views.health import HealthView, ReadinessView
@@ -24,6 +34,14 @@ urlpatterns = [
     path("v1/keys/<key_id:key_id>", KeyView.as_view()),
     path("v1/keys/<key_id:key_id>/revoke", RevokeView.as_view()),
     path("v1/revocations/<sequence:sequence>", RevocationView.as_view()),
+    path("v1/changes", ChangesView.as_view()),
+    path("v1/changes/confirmations", ConfirmationsView.as_view()),
+    path("v1/usage-reports", UsageReportsView.as_view()),
+    path("v1/snapshot", SnapshotView.as_view()),
+    path("v1/snapshot/keys", SnapshotKeysView.as_view()),
+    path("v1/snapshot/tokens", SnapshotTokensView.as_view()),
+    path("v1/snapshot/customers", SnapshotCustomersView.as_view()),
+    path("v1/snapshot/peppers", SnapshotPeppersView.as_view()),
     path("v1/credentials", CredentialsView.as_view()),
     path("v1/credentials/<credential_id:credential_id>", CredentialView.as_view()),
     path("v1/endpoints", EndpointsView.as_view()),

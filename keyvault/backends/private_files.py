@@ -87,13 +87,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_private_file(path: Path) -> str:
-    """Return a file's text. Raises ImproperlyConfigured when others may read it, or it is missing or empty."""
+    """Return a file's text. Raises ImproperlyConfigured if it is missing, empty, unreadable, or others may read it."""
     try:
         if path.stat().st_mode & 0o077:
             raise ImproperlyConfigured(f"{path} can be read by others; run: chmod 600 {path}")
         text = path.read_text().strip()
     except FileNotFoundError:
         raise ImproperlyConfigured(f"{path} is missing; restore it from the backup") from None
+    except PermissionError:
+        raise ImproperlyConfigured(
+            f"{path} cannot be read by the user of this process; make that user its owner"
+        ) from None
     if not text:
         raise ImproperlyConfigured(f"{path} is empty")
     return text

@@ -8,6 +8,7 @@ out, or a broken dependency. HTTP statuses and bodies are in `wire.problems`.
     ├── NotFoundError               absent, or another merchant's: indistinguishable
     ├── PermissionMissingError      authenticated caller without the permission
     ├── StateConflictError          valid request that conflicts with the state, the version or four eyes
+    ├── CursorExpiredError          a reader of the change feed that must start again with an empty memory
     ├── IdempotencyError            Idempotency-Key missing, in progress, or reused with another body
     ├── DependencyUnavailableError  a required server did not respond; retry
     │   └── VerifierStaleError      this process has not loaded the key's pepper version yet; retry
@@ -55,6 +56,7 @@ class ErrorCode(StrEnum):
     REQUEST_TIMEOUT = "request_timeout"
     MEDIA_TYPE_UNSUPPORTED = "media_type_unsupported"
     STATE_CONFLICT = "state_conflict"
+    CURSOR_EXPIRED = "cursor_expired"
     IDEMPOTENCY_KEY_MISSING = "idempotency_key_missing"
     IDEMPOTENCY_IN_PROGRESS = "idempotency_in_progress"
     IDEMPOTENCY_BODY_MISMATCH = "idempotency_body_mismatch"
@@ -106,6 +108,10 @@ class PermissionMissingError(KeyvaultError):
 
 class StateConflictError(KeyvaultError):
     code = ErrorCode.STATE_CONFLICT
+
+
+class CursorExpiredError(KeyvaultError):
+    code = ErrorCode.CURSOR_EXPIRED
 
 
 class IdempotencyError(KeyvaultError):

@@ -12,7 +12,7 @@ Subject = tuple[str, str]
 """Kind and id of a changed subject, such as `("key", "6Hs…")`."""
 
 KEY_ID_DIGITS = 16
-Prefix = Literal["crd", "req", "rot", "cmp", "sta", "evd", "per", "brk", "ord", "ntc", "con", "opc"]
+Prefix = Literal["crd", "req", "rot", "cmp", "sta", "evd", "per", "brk", "ord", "ntc", "con", "opc", "rcp"]
 
 _SLUG = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?")
 _KEY_ID = re.compile(r"[0-9A-Za-z]{16}")

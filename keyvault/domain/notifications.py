@@ -24,6 +24,7 @@ class NoticeKind(StrEnum):
     STANDING_APPROVAL_EXPIRED = "standing_approval.expired"
     CAMPAIGN_HALTED = "campaign.halted"
     CREDENTIAL_WITHOUT_KEY = "credential.without_key"
+    RECIPIENT_KEY_SET = "credential.recipient_key_set"
     WEBHOOK_FAILED = "webhook.failed"
     WEBHOOK_TEST = "webhook.test"
     BACKEND_UNATTRIBUTED = "backend.unattributed"
@@ -53,6 +54,7 @@ ALARMS = frozenset(
         NoticeKind.STANDING_APPROVAL_EXPIRED,
         NoticeKind.CAMPAIGN_HALTED,
         NoticeKind.CREDENTIAL_WITHOUT_KEY,
+        NoticeKind.RECIPIENT_KEY_SET,
         NoticeKind.WEBHOOK_FAILED,
         NoticeKind.BACKEND_UNATTRIBUTED,
         NoticeKind.BACKEND_DENIED,

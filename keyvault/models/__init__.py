@@ -26,11 +26,12 @@ from keyvault.models.operators import Operator, RoleUse
 from keyvault.models.orders import Order
 from keyvault.models.peppers import Installation, PepperVersion
 from keyvault.models.processes import ServiceProcess
+from keyvault.models.recipients import RecipientKey, RecipientKeyApproval
 from keyvault.models.refusals import Refusal
 from keyvault.models.sessions import ConsoleSession
 from keyvault.models.tokens import ServiceToken
 from keyvault.models.usage import KeyAttempt, KeySource, KeyUse, UsageReporter, UsageTotal, UseBucket, UseContext
-from keyvault.models.verifiers import Confirmation, Verifier
+from keyvault.models.verifiers import Confirmation, FeedReader, Verifier
 
 __all__ = [
     "Account",
@@ -47,6 +48,7 @@ __all__ = [
     "Credential",
     "CustomerToken",
     "DeliveryState",
+    "FeedReader",
     "IdempotentRequest",
     "Installation",
     "IssuanceApproval",
@@ -68,6 +70,8 @@ __all__ = [
     "Order",
     "PepperVersion",
     "ProviderConnection",
+    "RecipientKey",
+    "RecipientKeyApproval",
     "Refusal",
     "RoleUse",
     "ServiceProcess",

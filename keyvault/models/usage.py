@@ -36,12 +36,16 @@ class UseSpan(models.IntegerChoices):
     DAY = 1_440
 
 
+HAS_TRAFFIC = models.Q(first_minute__isnull=False)
+"""Keys with uses other than acknowledgements and the like, see `keyvault.access.catalog.WITHOUT_TRAFFIC`."""
+
+
 class KeyUse(models.Model):
     """The total of a key's allowed verifications, without dry runs and test calls.
 
-    `acknowledgements`: the verifications that are no traffic. `minutes`: the number of distinct minutes with traffic.
-    `first_minute`, `last_minute`: the first and the last of these minutes, counted from the epoch. A late report may
-    make `minutes` too small, never too large.
+    `acknowledgements`: the verifications that are no traffic, see `keyvault.access.catalog.WITHOUT_TRAFFIC`.
+    `minutes`: the number of distinct minutes with traffic. `first_minute`, `last_minute`: the first and the last of
+    these minutes, counted from the epoch. A late report may make `minutes` too small, never too large.
     """
 
     key = models.OneToOneField(Key, models.PROTECT, primary_key=True, related_name="use")

@@ -1,4 +1,4 @@
-"""Verifiers, which decide from memory, and their progress in the change feed."""
+"""Verifiers, which decide from memory, their progress in the change feed, and those that read it over HTTP."""
 
 from django.db import models
 
@@ -37,3 +37,25 @@ class Confirmation(models.Model):
 
     def __str__(self) -> str:
         return f"{self.verifier_id}: {self.sequence}"
+
+
+class FeedReader(models.Model):
+    """A verifier that reads the feed over HTTP, with a row in `Verifier` and `UsageReporter` under the same id.
+
+    `lineage`: of the service token that it reads with. `offered_sequence`: the highest sequence that a response has
+    offered for confirmation. A reader that has a higher one knows more than this database, which was restored.
+    """
+
+    reader_id = models.CharField(primary_key=True, max_length=64)
+    lineage = models.CharField(max_length=16)
+    offered_sequence = models.PositiveBigIntegerField(default=0)
+    created_at = models.DateTimeField()
+
+    class Meta:
+        indexes = [
+            models.Index(fields=["lineage"], name="feed_reader_lineage"),
+            models.Index(fields=["created_at"], name="feed_reader_created"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.reader_id}: {self.offered_sequence}"

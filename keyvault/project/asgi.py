@@ -9,7 +9,9 @@ from keyvault.project.wsgi import verify_known
 
 # isort: split
 from keyvault.project.asgi_wsgi_bridge import Bridge
+from keyvault.project.feed_waiting import FeedWaiters
+from keyvault.services.change_feed.follower import on_new_changes
 
-application = Bridge(wsgi_application, verify_known)
+application = Bridge(wsgi_application, verify_known, feed=FeedWaiters(on_new_changes))
 
 from keyvault.project import urls  # noqa: E402, F401  loads the routes, once Django is set up

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import Any, NoReturn
 from urllib.parse import unquote_to_bytes
 from wsgiref.types import WSGIApplication
@@ -34,7 +35,7 @@ from django.core.exceptions import RequestDataTooBig
 from django.utils.http import parse_header_parameters
 
 from keyvault.admin.framework.middleware import is_console_path
-from keyvault.api.middleware import RAW_PATH
+from keyvault.api.middleware import FEED_WAIT, RAW_PATH
 from keyvault.domain.errors import ErrorCode, Fault
 from keyvault.hotpath.http1.framing import refusal
 from keyvault.hotpath.http1.protocol import Bounds
@@ -42,6 +43,7 @@ from keyvault.hotpath.messages.pending_requests import VERIFY
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.project.deadline import BodyDeadline
 from keyvault.project.engine_view import serves_host
+from keyvault.project.feed_waiting import FeedWait, FeedWaiters
 from keyvault.project.request_pool import ClientGoneError, QueueFullError, RequestPool
 from keyvault.wire.headers import join_headers
 from keyvault.wire.problems import PROBLEM_TYPES
@@ -79,6 +81,9 @@ PROBES = frozenset({"/healthz", "/readyz"})
 
 TARGET_BYTES = 8192
 """Maximum length of path and query, in bytes. RFC 9112 (3) recommends accepting request lines of 8,000."""
+
+CHANGES = b"/v1/changes"
+"""Path of the change feed, whose requests may wait without a thread."""
 
 _VERIFY = VERIFY.encode()
 
@@ -119,10 +124,15 @@ class Bridge:
     """
 
     def __init__(
-        self, wsgi: WSGIApplication, verify_known: VerifyKnown | None = None, capacity: Capacity | None = None
+        self,
+        wsgi: WSGIApplication,
+        verify_known: VerifyKnown | None = None,
+        capacity: Capacity | None = None,
+        feed: FeedWaiters | None = None,
     ) -> None:
         self._wsgi = wsgi
         self._verify_known = verify_known
+        self._feed = feed
         self._capacity = capacity or Capacity()
         self._pool = RequestPool("request", self._capacity.threads, self._capacity.queue)
         self._console_pool = RequestPool("console", self._capacity.console_threads, self._capacity.console_queue)
@@ -144,6 +154,8 @@ class Bridge:
     async def _serve_lifespan(self, receive: AsgiReceive, send: AsgiSend) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
+        if self._feed is not None:
+            self._feed.close()
         # Answer and record accepted requests before the process deregisters.
         await self._pool.close()
         await self._console_pool.close()
@@ -186,7 +198,25 @@ class Bridge:
         pool = self._pool_for(environ["PATH_INFO"])
         # An oversized body stays unread, so the client's disconnect, which comes after it, cannot be seen.
         watch = None if isinstance(body, TooLargeBody) else partial(_wait_for_disconnect, receive)
+        if self._feed is not None and watch is not None and raw_path == CHANGES and scope["method"] == "GET":
+            return await self._answer_waiting(self._feed, partial(_environ, scope, headers, body, length), watch)
         return await pool.run(partial(self._run, environ), watch)
+
+    async def _answer_waiting(
+        self, feed: FeedWaiters, make_environ: Callable[[], dict[str, Any]], watch: Callable[[], Awaitable[None]]
+    ) -> WsgiResponse:
+        """Answer a read of the change feed: at once, or again after the next change. Each answer authenticates.
+
+        Raises QueueFullError, ClientGoneError.
+        """
+        feed.start()
+        version, began_at = feed.version, monotonic()
+        wanted = FeedWait()
+        answer = await self._pool.run(partial(self._run, {**make_environ(), FEED_WAIT: wanted}), watch)
+        if wanted.wanted_seconds <= 0 or not await feed.wait(version, wanted.wanted_seconds, watch):
+            return answer
+        waited = FeedWait(waited_seconds=monotonic() - began_at)
+        return await self._pool.run(partial(self._run, {**make_environ(), FEED_WAIT: waited}), watch)
 
     def _pool_for(self, path: str) -> RequestPool:
         if is_console_path(path):

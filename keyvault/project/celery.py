@@ -65,21 +65,26 @@ def _pass_trace_on(headers: dict[str, Any], **_: Any) -> None:
 
 
 class TracedTask(Task):  # type: ignore[type-arg]  # it has no arguments at run time
-    """A task that runs in the trace of the request that caused it, and counts its duration."""
+    """A task that runs in the trace of the request that caused it, and counts its duration.
+
+    A task that returns False did no work, so it is not counted.
+    """
 
     abstract = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from keyvault.backends import meters
 
-        begun_at, is_done = monotonic(), False
+        begun_at = monotonic()
         try:
             with traced(self.request.get(TRACEPARENT)):
                 result = super().__call__(*args, **kwargs)
-            is_done = True
-            return result
-        finally:
-            meters.note_task(self.name, monotonic() - begun_at, is_done=is_done)
+        except BaseException:
+            meters.note_task(self.name, monotonic() - begun_at, is_done=False)
+            raise
+        if result is not False:
+            meters.note_task(self.name, monotonic() - begun_at, is_done=True)
+        return result
 
 
 @worker_init.connect

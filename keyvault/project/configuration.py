@@ -266,6 +266,24 @@ SETTINGS: tuple[Setting, ...] = (
         is_secret=True,
     ),
     Setting(
+        "KEYVAULT_REGION_SOURCE",
+        "",
+        "URL of the central service, for a regional verifier: `manage.py verifier` then needs no database, and reads "
+        "records and changes from there. `https://…`; `http://…` on this machine only.",
+        _origin,
+    ),
+    Setting(
+        "KEYVAULT_REGION_TOKEN",
+        "",
+        "Service token of a regional verifier, with the permissions `keys:replicate` and `keys:replicate_digests`.",
+        is_secret=True,
+    ),
+    Setting(
+        "KEYVAULT_REGION_CACERT",
+        "",
+        "CA file that a regional verifier checks the central service's certificate with. Unset: the system's.",
+    ),
+    Setting(
         "KEYVAULT_REDIS_URL",
         "",
         "`redis://…`: rate limits shared by several server processes, and the broker unless that is set separately. "
@@ -341,6 +359,13 @@ SETTINGS: tuple[Setting, ...] = (
         "KEYVAULT_ORIGIN",
         "http://127.0.0.1:8000",
         "Scheme and host of the service's public URL. Plain http on this machine only.",
+        _origin,
+    ),
+    Setting(
+        "KEYVAULT_CONSOLE_ORIGIN",
+        "",
+        "Scheme and host of the operators' console, for links in alarms and invitations. Unset: `KEYVAULT_ORIGIN`. "
+        "Set it for all processes if the console has a host name of its own.",
         _origin,
     ),
     Setting(

@@ -39,7 +39,7 @@ except OSError as _error:
     raise ImproperlyConfigured(f"KEYVAULT_DATA_DIR: {_error.filename} cannot be created: {_error.strerror}") from None
 KEY_PREFIX: str = _values["KEYVAULT_KEY_PREFIX"]
 ORIGIN: str = _values["KEYVAULT_ORIGIN"]
-CONSOLE_ORIGIN = to_domain(ORIGIN)
+CONSOLE_ORIGIN = to_domain(_values["KEYVAULT_CONSOLE_ORIGIN"] or ORIGIN)
 BASE_URLS = find_base_urls(_values)
 APPROVALS_NEEDED = {
     "sandbox": _values["KEYVAULT_SANDBOX_APPROVALS"],
@@ -80,6 +80,9 @@ LEASE_DAYS: int = _values["KEYVAULT_LEASE_DAYS"]
 CHANGE_DAYS: int = _values["KEYVAULT_CHANGE_DAYS"]
 IS_VAULT: bool = _values["KEYVAULT_BACKEND"] == "vault"
 IDENTITY_PROVIDER = find_identity_provider(_values, DATA_DIR)
+REGION_SOURCE: str = _values["KEYVAULT_REGION_SOURCE"]
+REGION_TOKEN = Plaintext(_values["KEYVAULT_REGION_TOKEN"])
+REGION_CA_FILE: str = _values["KEYVAULT_REGION_CACERT"]
 MASTER_KEY: str = _values["KEYVAULT_MASTER_KEY"]
 VAULT_ADDRESS: str = _values["VAULT_ADDR"]
 VAULT_CA_FILE = Path(_values["VAULT_CACERT"]) if _values["VAULT_CACERT"] else None
@@ -180,7 +183,15 @@ except ValueError:
     raise ImproperlyConfigured(
         "KEYVAULT_DATABASE_URL: cannot be read; in a password write # as %23, / as %2F, and so on"
     ) from None
-if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
+if REGION_SOURCE:
+    if _values["KEYVAULT_DATABASE_URL"]:
+        raise ImproperlyConfigured(
+            "KEYVAULT_REGION_SOURCE: a regional verifier needs no KEYVAULT_DATABASE_URL; unset it"
+        )
+    if not _values["KEYVAULT_REGION_TOKEN"]:
+        raise ImproperlyConfigured("KEYVAULT_REGION_SOURCE: a regional verifier needs KEYVAULT_REGION_TOKEN")
+    DATABASES = {"default": {"ENGINE": "django.db.backends.dummy"}}
+elif DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
     ensure_private_file(Path(DATABASES["default"]["NAME"]))
     # IMMEDIATE: a writing transaction takes the write lock at its start, so that its reads stay valid until it writes.
     # FULL: an acknowledged commit survives a power cut.

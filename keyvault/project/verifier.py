@@ -31,18 +31,24 @@ def main() -> None:
     except ImproperlyConfigured as error:
         sys.exit(f"the verifier does not start: {error}")
     # Models can be imported after django.setup().
+    from django.conf import settings
+
     from keyvault.hotpath.adapters.assembly import load_async
+    from keyvault.hotpath.adapters.region import load_region, start_region_or_exit
     from keyvault.services.startup.metrics import serve_metrics_or_exit
     from keyvault.services.startup.startup_checks import start_or_exit
 
-    start_or_exit("verifier", plane=Plane.SERVICE)
+    if settings.REGION_SOURCE:
+        start_region_or_exit()
+    else:
+        start_or_exit("verifier", plane=Plane.SERVICE)
     serve_metrics_or_exit("verifier")
 
     def report_ready() -> None:
         os.write(options.ready, f"{os.getpid()}\n".encode())
 
     listening = socket.socket(fileno=options.listener) if options.port is None else listen(options.host, options.port)
-    run(load_async, listening, report_ready)
+    run(load_region if settings.REGION_SOURCE else load_async, listening, report_ready)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def _deliver_email(message_id: str, notices: Sequence[Notice], count: int, *, is
         *(_line(notice) for notice in notices),
         *([f"... and {number} in all."] if count > len(notices) else []),
         "",
-        f"Open the console, and mark each alarm as seen: {settings.ORIGIN}/admin/",
+        f"Open the console, and mark each alarm as seen: {settings.CONSOLE_ORIGIN}/admin/",
         f"Until then this message is repeated every {settings.ALARM_REPEAT_SECONDS // 60} minutes.",
     ]
     server = settings.SMTP_SERVER
@@ -193,7 +193,7 @@ def _deliver_webhook(message_id: str, notices: Sequence[Notice], count: int, *, 
     data: dict[str, JsonValue] = {
         "alarms": [_describe(notice) for notice in notices],
         "count": count,
-        "console": f"{settings.ORIGIN}/admin/",
+        "console": f"{settings.CONSOLE_ORIGIN}/admin/",
     }
     kind = "alarms.unacknowledged" if is_reminder else "alarms.raised"
     body = canonical_bytes({"type": kind, "timestamp": format_timestamp(at), "data": data})

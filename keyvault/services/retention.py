@@ -27,6 +27,7 @@ from keyvault.models import (
     ConsoleSession,
     Credential,
     CustomerToken,
+    FeedReader,
     IdempotentRequest,
     Installation,
     IssuanceApproval,
@@ -44,6 +45,8 @@ from keyvault.models import (
     Order,
     PepperVersion,
     ProviderConnection,
+    RecipientKey,
+    RecipientKeyApproval,
     Refusal,
     RoleUse,
     ServiceProcess,
@@ -59,7 +62,7 @@ from keyvault.models import (
     WorkLease,
 )
 from keyvault.services import alarm_messages, idempotency
-from keyvault.services.change_feed import follower
+from keyvault.services.change_feed import follower, readers
 from keyvault.services.sessions import sessions
 from keyvault.services.tokens import customer_tokens
 from keyvault.services.usage import retention as usage
@@ -144,6 +147,7 @@ RULES = (
         "KEYVAULT_CHANGE_DAYS",
         follower.forget_old_changes,
     ),
+    RetentionRule(FeedReader, "1 hour after its last read", forget=readers.forget_old_readers),
     RetentionRule(Confirmation, _days(follower.CONFIRMATIONS_KEPT_FOR), forget=follower.forget_old),
     RetentionRule(Verifier, f"{_days(follower.GONE_KEPT_FOR)} after its last confirmation"),
     RetentionRule(Authenticator, "until its operator or a reset removes it"),
@@ -176,7 +180,16 @@ RULES = (
     ),
     *(
         RetentionRule(table, "permanently: history of a key")
-        for table in (Credential, Key, KeyUse, KeyAttempt, IssuanceRequest, IssuanceApproval)
+        for table in (
+            Credential,
+            Key,
+            KeyUse,
+            KeyAttempt,
+            IssuanceRequest,
+            IssuanceApproval,
+            RecipientKey,
+            RecipientKeyApproval,
+        )
     ),
     *(
         RetentionRule(table, "permanently: configuration")

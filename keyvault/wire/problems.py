@@ -244,6 +244,12 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
         "The request is valid but conflicts with the current state: it was done already, or requires a second person.",
         "Read the object again, then decide.",
     ),
+    Code.CURSOR_EXPIRED: ProblemType(
+        410,
+        "Position in the change feed expired",
+        "The reader is unknown, fell too far behind, or has read changes that the database lacks.",
+        "Drop everything in memory and start again without `after`.",
+    ),
     Code.IDEMPOTENCY_KEY_MISSING: ProblemType(
         400,
         "Idempotency-Key missing",

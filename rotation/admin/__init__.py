@@ -34,6 +34,7 @@ emergency.extend_console(cast(ConsoleSite, admin.site))
 for console_page in incidents.PAGES:
     cast(ConsoleSite, admin.site).add_page(console_page)
 cast(ConsoleSite, admin.site).add_overview_part(overview.find_part)
+cast(ConsoleSite, admin.site).add_page(blackouts.CALENDAR_CHOICES)
 register_pages(
     by_prefix={"rot_": "rotation_rotation", "cmp_": "rotation_campaign", "sta_": "rotation_standingapproval"},
     by_kind={"schedule": ("schedule", "rotation_rotationschedule")},

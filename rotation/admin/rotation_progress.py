@@ -10,7 +10,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.charts import LineChart, Marker, Series, Tick, default_ticks
-from keyvault.admin.framework.components import Banner, Card, Check, Checks
+from keyvault.admin.framework.components import Banner, Card, Checks, EvidenceItem
 from keyvault.admin.framework.widgets import Link, Table, duration, identifier, moment, mono, seconds
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.sources import name_source
@@ -73,7 +73,7 @@ def evidence_card(row: Rotation, awaited: Sequence[AwaitedSource]) -> Card:
     return Card("Evidence", Checks(list(_checks(row, found, awaited))), "all are required to revoke")
 
 
-def _checks(row: Rotation, found: dict[str, Evidence], awaited: Sequence[AwaitedSource]) -> Iterator[Check]:
+def _checks(row: Rotation, found: dict[str, Evidence], awaited: Sequence[AwaitedSource]) -> Iterator[EvidenceItem]:
     accepted, delivered, used = row.accepted_at, row.delivered_at, row.used_at
     yield _check(row, S.STAGED, "Accepted by every verifier", accepted)
     yield _check(row, S.PUBLISHING, "Delivered to the merchant", delivered, _delivery(row))
@@ -94,12 +94,12 @@ def _checks(row: Rotation, found: dict[str, Evidence], awaited: Sequence[Awaited
     yield _check(row, S.QUARANTINE, "Untried in quarantine", None if untried is None else untried.created_at, text)
 
 
-def _check(row: Rotation, state: RotationState, title: str, at: datetime | None, detail: Any = "") -> Check:
+def _check(row: Rotation, state: RotationState, title: str, at: datetime | None, detail: Any = "") -> EvidenceItem:
     if at is not None:
-        return Check(title, "done", detail, moment(at))
+        return EvidenceItem(title, "done", detail, moment(at))
     if row.stage is state and row.current_state not in CLOSED:
-        return Check(title, "failed" if row.state == S.STALLED else "current", detail)
-    return Check(title, "ahead", detail)
+        return EvidenceItem(title, "failed" if row.state == S.STALLED else "current", detail)
+    return EvidenceItem(title, "ahead", detail)
 
 
 def _used(seen: dict[str, Any]) -> str:

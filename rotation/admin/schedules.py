@@ -28,7 +28,7 @@ from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.four_eyes import requester_name
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.pages import page
+from keyvault.admin.framework.pages import live_page
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
@@ -143,7 +143,8 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
 
     list_display = ("scope", "environment_badge", "every", "window_text", "calendar", "state", "author_name")
     list_filter = (state_filter({"enabled": Q(is_enabled=True), "disabled": Q(is_enabled=False)}), "environment")
-    search_fields = ("account__merchant__merchant_id", "=credential__credential_id", "credential__label")
+    search_fields = ("=account__merchant__merchant_id", "=credential__credential_id", "^credential__label")
+    sortable_by = ()
     search_help_text = "By merchant or credential."
     ordering = ("environment", "account__merchant_id", "credential_id")
 
@@ -272,7 +273,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             "links": list(self._calendar_links(environment, merchant, days, shown.after)),
             "crumbs": self._crumbs(),
         }
-        return page(self.admin_site, request, "detail", context)
+        return live_page(self.admin_site, request, "detail", context, seconds=detail.refresh_seconds)
 
     def _calendar_links(
         self, environment: str | None, merchant: str | None, days: int, after: DatePosition | None

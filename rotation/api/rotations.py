@@ -8,7 +8,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from keyvault.access.catalog import ACKNOWLEDGEMENT
+from keyvault.access.catalog import ACKNOWLEDGEMENT, REPLACEMENT
 from keyvault.access.permissions import Permission
 from keyvault.api.enforcement import ServiceView
 from keyvault.api.idempotency import answer_once
@@ -18,17 +18,24 @@ from keyvault.api.pages import read_page
 from keyvault.api.serializers import OneOf, PageQuery, StrictBoolean, StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError
+from keyvault.domain.recipients import SUITE
 from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.recording.authorization import authorize
-from rotation.api.schemas import ROTATION_BODY, ROTATIONS_BODY
+from rotation.api.schemas import REPLACEMENT_BODY, ROTATION_BODY, ROTATIONS_BODY
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField, PlanOverrides, find_value_faults
 from rotation.domain.windows import Window
 from rotation.models import Rotation
 from rotation.services.rotations.interventions import abort_rotation, acknowledge
-from rotation.services.rotations.reports import describe, find_introduction, get_rotation, summarize
+from rotation.services.rotations.reports import (
+    describe,
+    find_introduction,
+    find_sealed,
+    get_rotation,
+    summarize,
+)
 from rotation.services.rotations.requests import request_rotation
 
 
@@ -234,12 +241,29 @@ def _acknowledge(call: Call) -> Response:
     return Response(status=204)
 
 
+def _retrieve_replacement(call: Call) -> Response:
+    """Return the sealed replacement of the presented key, again and again until it is acknowledged."""
+    rotation = find_sealed(call.holder.key_id)
+    if rotation is None or rotation.handover is None:
+        raise NotFoundError("No replacement of this key waits to be fetched.")
+    handover = rotation.handover
+    sealed = {"suite": SUITE, "enc": handover["enc"], "ciphertext": handover["ciphertext"]}
+    return Response({"rotation_id": rotation.rotation_id, "key_id": handover["key_id"], "sealed": sealed})
+
+
 SERVERS = {
+    REPLACEMENT: EndpointServer(
+        description="The replacement of the presented private key, sealed to the credential's recipient key (HPKE, RFC "
+        "9180). Repeatable until it is acknowledged, so that a lost webhook loses nothing. 404 if no replacement "
+        "waits: no rotation is open, it is not delivered yet, or there was no recipient key when it was requested.",
+        answers=_retrieve_replacement,
+        gives=REPLACEMENT_BODY,
+    ),
     ACKNOWLEDGEMENT: EndpointServer(
         description="Proves that the merchant has the replacement: send the request with the replacement itself. "
         "Repeatable. Any other key is 404, and no service token can acknowledge for a merchant.",
         answers=_acknowledge,
         status=204,
-    )
+    ),
 }
 """Rotation's endpoints on the integration plane."""

@@ -15,6 +15,7 @@ from keyvault.api.openapi_components import (
     obj,
     one_of,
 )
+from keyvault.api.schemas import SEALED_BODY
 from keyvault.domain.environments import Environment
 from keyvault.services.usage.reports import TRACES
 from rotation.domain.events import RotationState
@@ -87,6 +88,11 @@ _HANDOVER_BODY = define(
         enc=TEXT,
         ciphertext=TEXT,
     ),
+)
+
+REPLACEMENT_BODY = define(
+    "ReplacementBody",
+    obj("The sealed replacement of the presented key.", rotation_id=TEXT, key_id=TEXT, sealed=SEALED_BODY),
 )
 
 _AWAITED_SOURCE_BODY = define(

@@ -43,12 +43,17 @@ notices:read             x x x x x
 notices:mark             x x x - x
 keys:read                x x x x x
 keys:verify              - - - - -
+keys:replicate           - - - - -
+keys:replicate_digests   - - - - -
 keys:suspend             x x - - x
 keys:resume              x - - - -
 keys:revoke              x - - - x
 keys:revoke_self         - - - - -
 keys:report_compromise   x - - - x
 credentials:restrict     x - - - -
+recipients:write         - - - - -
+recipients:approve       x - x - -
+recipients:withdraw      x - - - x
 catalog:read             x x x x x
 catalog:write            x - - - -
 limits:write             x x - - -
@@ -252,7 +257,7 @@ def test_denial_for_another_merchant_s_object_does_not_name_it() -> None:
 # --- key holders and systems ------------------------------------------------------------------------------
 
 
-OWN = {P.ROTATIONS_ACKNOWLEDGE, P.KEYS_REVOKE_SELF, P.ORDERS_CREATE, P.CUSTOMER_TOKENS_WRITE}
+OWN = {P.ROTATIONS_ACKNOWLEDGE, P.KEYS_REVOKE_SELF, P.ORDERS_CREATE, P.CUSTOMER_TOKENS_WRITE, P.RECIPIENTS_WRITE}
 
 
 @pytest.mark.parametrize("permission", P)

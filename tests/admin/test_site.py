@@ -217,7 +217,7 @@ def test_site_side_bar_lists_what_the_role_may_see(desk: Desk) -> None:
     text = text_of(client.get("/admin/"))
     assert "Audit log" in text
     assert "Service tokens" not in text
-    assert "Break-glass actions" in text_of(client.get(address("keyvault_auditentry_changelist")))
+    assert "Break-glass actions" in text_of(client.get(address("keyvault_breakglass_changelist")))
 
 
 def test_site_filters_list_no_values_of_rows() -> None:

@@ -16,6 +16,8 @@ from keyvault.backends import meters
 from tests.architecture.deployment import processes
 from tests.architecture.pages import ALERT_RULES, alert_rules
 from tests.environment import ROOT, required_servers
+from tests.faults.alert_deployment import SHORTER, shorten_rules
+from tests.faults.alert_faults import PARTS
 
 RULE_TESTS = ALERT_RULES.with_name("keyvault.test.yml")
 DASHBOARD = ROOT / "deploy" / "grafana" / "keyvault.json"
@@ -43,6 +45,23 @@ def panels() -> Iterator[dict[str, Any]]:
 def expressions() -> list[str]:
     rules = [rule["expr"] for rule in alert_rules()]
     return [*rules, *(target["expr"] for panel in panels() for target in panel["targets"])]
+
+
+def test_each_rule_is_fired_by_a_fault_experiment() -> None:
+    """Guarantee: an experiment of `make faults ARGS=alerts` fires each rule."""
+    fired = {alert for faults in PARTS.values() for fault in faults.values() for alert in fault.alerts}
+    assert fired == {rule["alert"] for rule in alert_rules()}
+
+
+def test_experiments_shorten_each_rule_that_waits_for_longer() -> None:
+    """Guarantee: the experiments evaluate each shipped rule, and a shortened one only fires earlier."""
+    names = {rule["alert"] for rule in alert_rules()}
+    assert names >= SHORTER.keys()
+    (group,) = yaml.safe_load(shorten_rules(names))["groups"]
+    for shipped, short in zip(alert_rules(), group["rules"], strict=True):
+        assert short.get("for", "0s") in {"0s", "10s", "30s"}, shipped["alert"]
+        assert {**short, "expr": "", "for": ""} == {**shipped, "expr": "", "for": ""}
+        assert re.sub(r"\d+\w*", "", short["expr"]) == re.sub(r"\d+\w*", "", shipped["expr"])
 
 
 def test_expressions_name_existing_metrics_and_labels() -> None:

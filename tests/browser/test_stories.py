@@ -51,7 +51,7 @@ def test_production_key_takes_two_persons_and_is_collected_once(service: Service
     """Guarantee: the requester cannot approve, another person does, and the key is shown to the requester once."""
     with service.page("tam") as mine:
         url = request_key(mine, "production", "browser-test")
-        expect(mine.locator("main")).to_contain_text("Another person must approve")
+        expect(mine.locator("main")).to_contain_text("A second person must approve it")
         assert mine.get_by_role("link", name=re.compile("^Approve")).count() == 0
         with service.page("approver") as other:
             other.goto(url)

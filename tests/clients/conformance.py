@@ -176,6 +176,7 @@ def undecided() -> list[Json]:
         ("an allowed decision without a key id", allowed | {"key_id": ""}),
         ("a refusal with the status of a success", denied | {"status": 200}),
         ("a refusal without a problem document", {key: value for key, value in denied.items() if key != "problem"}),
+        ("a refusal without a code", {key: value for key, value in denied.items() if key != "code"}),
         ("a body that is no object", [allowed]),
         *without,
     ]
@@ -477,6 +478,9 @@ def refusals() -> list[Json]:
         "http://localhost.example/sandbox",
         "http://127.0.0.1.example/sandbox",
         "http://127.0.0.1@api.example/sandbox",
+        "http://user@127.0.0.1/sandbox",
+        "https://user:password@api.example/sandbox",
+        "https://api.example/sandbox?key=1",
         "http://[::2]/sandbox",
         "ftp://127.0.0.1/sandbox",
         "//127.0.0.1/sandbox",

@@ -9,7 +9,7 @@ from tests.faults.traffic import Traffic
 
 MEMBERS = 60
 REQUESTS_PER_SECOND = 60
-END_SECONDS = 180
+END_SECONDS = 900
 STEPS = tuple(f"rotation.{step}" for step in ("staged", "publishing", "awaiting_proof"))
 """Events that occur exactly once in an undisturbed rotation."""
 

@@ -16,8 +16,8 @@ AWAY_SECONDS = 12
 RIGHT_WITHIN_SECONDS = 10
 """Time after the broker's return in which its clients recover, in seconds."""
 
-BEGIN_SECONDS = 60
-END_SECONDS = 150
+BEGIN_SECONDS = 300
+END_SECONDS = 900
 
 
 def run(options: Options) -> Result:

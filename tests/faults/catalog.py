@@ -8,7 +8,7 @@ class Experiment:
     """An experiment: the function `run(options: Options) -> Result` of `module`.
 
     `minutes`: approximate duration on two cores. `is_beside`: it runs beside the others, with the processor time
-    that they leave.
+    that they leave. `group`: neighbors of one group run at the same time; they wait more than they work.
     """
 
     name: str
@@ -19,9 +19,11 @@ class Experiment:
     servers: frozenset[str] = frozenset({"postgres", "redis"})
     choice: str = ""
     is_beside: bool = False
+    group: str = ""
 
 
 _ON_SQLITE = frozenset[str]()
+_WATCHED = frozenset({"postgres", "redis", "prometheus"})
 
 EXPERIMENTS = (
     Experiment(
@@ -84,11 +86,38 @@ EXPERIMENTS = (
         servers=frozenset({"postgres"}),
     ),
     Experiment(
+        "region",
+        "region",
+        "a regional verifier over a line with delays, cuts and partitions, and never a yes after a receipt",
+        4,
+        servers=frozenset({"postgres"}),
+    ),
+    Experiment(
+        "alerts-hosts",
         "alerts",
+        "each fault of hosts and servers fires exactly its alerts within a minute, in a real Prometheus",
+        13,
+        servers=_WATCHED,
+        choice="hosts",
+        group="alerts",
+    ),
+    Experiment(
+        "alerts-work",
         "alerts",
-        "each fault fires exactly its alerts within a minute, in a real Prometheus",
-        14,
-        servers=frozenset({"postgres", "redis", "prometheus"}),
+        "the same for faults of the work: keystore, tables, webhooks, sign-ins, a rotation",
+        10,
+        servers=_WATCHED,
+        choice="work",
+        group="alerts",
+    ),
+    Experiment(
+        "alerts-vault",
+        "alerts",
+        "the same for a sealed OpenBao or Vault",
+        5,
+        servers=_WATCHED | {"openbao"},
+        choice="vault",
+        group="alerts",
     ),
     Experiment(
         "restore",

@@ -27,8 +27,8 @@ AWAY_SECONDS = 4
 RIGHT_WITHIN_SECONDS = 3
 """Time after PostgreSQL accepts connections again until every response is right again, in seconds."""
 
-STEP_SECONDS = 90
-END_SECONDS = 150
+STEP_SECONDS = 300
+END_SECONDS = 900
 WAYS = {"fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 
 

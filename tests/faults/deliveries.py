@@ -14,7 +14,7 @@ from tests.faults.traffic import Traffic
 
 MEMBERS = 60
 REQUESTS_PER_SECOND = 80
-END_SECONDS = 180
+END_SECONDS = 900
 FEWEST = 0.15
 """Minimum share of lost and of duplicate messages. With fewer the experiment proves nothing."""
 

@@ -29,7 +29,7 @@ from tests.rotation import scene
 VICTIMS = 3
 GOOD = 10
 DISK_BYTES = 160 * 1024 * 1024
-STEP_SECONDS = 60
+STEP_SECONDS = 300
 
 
 def run(options: Options) -> Result:

@@ -47,7 +47,7 @@ STANDBY_ADDRESS = "127.0.0.2"
 """Another host's address, so that both servers have the same port, as in a URL with two hosts."""
 
 STREAM_SECONDS = 30
-END_SECONDS = 150
+END_SECONDS = 600
 AWAY_SECONDS = 6
 
 

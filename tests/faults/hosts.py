@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from keyvault.management.service import ADDRESS, READY_SECONDS
 from keyvault.management.supervisor import start_child_process
@@ -34,13 +33,11 @@ class Host:
         self.port = free_port()
         self.log = folder / f"{name}.log"
         self.clock = _Clock(folder / f"clock-{name}")
-        database = urlsplit(environ["KEYVAULT_DATABASE_URL"])
-        self.proxy = Proxy(database.port or 5432)
-        place = f"{database.username}:{database.password}@127.0.0.1:{self.proxy.port}"
+        self.proxy, through_proxy = Proxy.before(environ["KEYVAULT_DATABASE_URL"])
         variables = {
             **environ,
             "KEYVAULT_DATA_DIR": str(data),
-            "KEYVAULT_DATABASE_URL": urlunsplit(database._replace(netloc=place)),
+            "KEYVAULT_DATABASE_URL": through_proxy,
             "PGAPPNAME": name,
             "PYTHONPATH": str(STEPPING),
             "FAULTS_CLOCK": str(self.clock.path),

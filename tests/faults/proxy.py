@@ -2,7 +2,8 @@
 
 It forwards from the loopback port FROM to the port TO. It reads commands from its input, one per line, and writes
 `done` after each: `hold` stops forwarding without closing a connection; `go` forwards what was held and continues;
-`cut` resets every connection. It ends with its input.
+`cut` resets every connection; `delay SECONDS` delays what is sent from then on, in each direction. It ends with its
+input.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 from contextlib import suppress
+from urllib.parse import urlsplit, urlunsplit
 
 from tests.environment import ROOT
 from tests.servers.throwaway import free_port
@@ -32,6 +34,14 @@ class Proxy:
             start_new_session=True,
         )
         self._wait_until_done()
+
+    @classmethod
+    def before(cls, url: str) -> "tuple[Proxy, str]":
+        """Start one to the server of a URL. Return it, and the URL through it."""
+        server = urlsplit(url)
+        proxy = cls(server.port or 5432)
+        place = f"{server.username}:{server.password or ''}@127.0.0.1:{proxy.port}"
+        return proxy, urlunsplit(server._replace(netloc=place))
 
     def send_command(self, command: str) -> None:
         assert self._process.stdin
@@ -59,6 +69,7 @@ class _Forwarder:
         self._to = to
         self._is_open = asyncio.Event()
         self._is_open.set()
+        self._delay_seconds = 0.0
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -88,6 +99,8 @@ class _Forwarder:
         with suppress(OSError):
             while data := await reader.read(_CHUNK_BYTES):
                 await self._is_open.wait()
+                if self._delay_seconds:
+                    await asyncio.sleep(self._delay_seconds)
                 writer.write(data)
                 await writer.drain()
             # The end of a connection is not forwarded on hold either.
@@ -98,6 +111,8 @@ class _Forwarder:
             self._is_open.clear()
         elif command == "go":
             self._is_open.set()
+        elif command.startswith("delay "):
+            self._delay_seconds = float(command.removeprefix("delay "))
         else:
             for writer in list(self._writers):
                 connection: socket.socket = writer.get_extra_info("socket")

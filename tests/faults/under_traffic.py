@@ -14,7 +14,7 @@ REQUESTS_PER_SECOND = 150
 BY_TURNS_SECONDS = 8
 """Time of alternating use, in seconds: an engine that ignores the quiet period would revoke a key in use."""
 
-END_SECONDS = 300
+END_SECONDS = 900
 
 
 def run(options: Options) -> Result:

@@ -232,5 +232,6 @@ def test_attempts_with_a_suspended_key_read_only_the_latest_sources() -> None:
             assert "Seq Scan" not in plan
             assert "Sort" not in plan
         assert "key_attempt_unique" in plans[0]
-        assert all("key_source_refused" in plan for plan in plans[1:3])
+        assert "key_source_refused" in plans[1]
+        assert any(index in plans[2] for index in ("key_source_refused", "key_source_unique"))
     assert plans[3].count("Index Scan Backward using use_bucket_unique") == 3

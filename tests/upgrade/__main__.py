@@ -3,9 +3,10 @@
     python -m tests.upgrade [ORDER...] [--seconds N] [--rate N] [--rows N]
 
 Two releases run side by side on one PostgreSQL, one Redis and one data folder. The old one is the last release of
-`releases.toml`, or this tree in a checkout without history. The new one is a copy of this tree with a migration of each kind
-(`rehearsal`). In the order `upgrade` the new one migrates, joins and replaces the old one. In the order `roll-back` the
-old one then joins again and replaces the new one, on the new schema. Clients send requests to every server in service.
+`releases.toml`, or this tree in a checkout without history. The new one is a copy of this tree with a migration of each
+kind (`rehearsal`). In the order `upgrade` the new one migrates, joins and replaces the old one. In the order
+`roll-back` the old one then joins again and replaces the new one, on the new schema. Clients send requests to every
+server in service.
 
 Exit 1 if a request was not answered 2xx, a verdict was wrong, a process exited by itself, or a log has a traceback.
 Both sides use the packages of this environment.

@@ -55,6 +55,7 @@ CONTRACT = """
 | request_timeout         | 408 | - |
 | media_type_unsupported  | 415 | - |
 | state_conflict          | 409 | - |
+| cursor_expired          | 410 | - |
 | idempotency_key_missing   | 400 | - |
 | idempotency_in_progress   | 409 | - |
 | idempotency_body_mismatch | 422 | - |

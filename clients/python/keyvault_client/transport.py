@@ -26,6 +26,9 @@ MAX_REPLY_BYTES = 4 << 20
 _KEEP_ALIVE_SECONDS = 30.0
 _MAX_CONNECTIONS = 100
 
+# Redirects are not followed, and the environment gives neither a proxy nor a .netrc.
+_OPTIONS: Mapping[str, Any] = {"follow_redirects": False, "trust_env": False}
+
 _deadline: ContextVar[float | None] = ContextVar("keyvault_client_deadline", default=None)
 
 
@@ -156,7 +159,7 @@ class SyncFace:
 
     def send(self, send: Send) -> Reply | Failure:
         if self._client is None or self._process != os.getpid():
-            self._client, self._process = _new_client(httpx.Client, self._make()), os.getpid()
+            self._client, self._process = httpx.Client(transport=self._make(), **_OPTIONS), os.getpid()
         token = _deadline.set(send.deadline)
         try:
             with self._client.stream(
@@ -210,7 +213,7 @@ class AsyncFace:
 
     async def send(self, send: Send) -> Reply | Failure:
         if self._client is None:
-            self._client = _new_client(httpx.AsyncClient, self._make())
+            self._client = httpx.AsyncClient(transport=self._make(), **_OPTIONS)
         try:
             with anyio.fail_after(send.deadline - time.monotonic()):
                 async with self._client.stream(
@@ -229,11 +232,6 @@ class AsyncFace:
 def _default_tls() -> ssl.SSLContext:
     """Trust the public certificate authorities. Reading them takes a while, so all clients share one context."""
     return httpx.create_ssl_context(trust_env=False)
-
-
-def _new_client(kind: Any, transport: Any) -> Any:
-    """Return an httpx client that follows no redirect, and takes no proxy or .netrc from the environment."""
-    return kind(transport=transport, follow_redirects=False, trust_env=False)
 
 
 def _timeout(send: Send) -> float:

@@ -101,5 +101,4 @@ test("a merchant ends at its deadline", async (t) => {
   const error = await merchant.send({ method: "GET", path: "/x" }).catch((failed) => failed);
   assert(error instanceof KeyvaultError);
   assert.equal(error.status, 0);
-  assert.equal(service.received.length, 1);
 });

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from django.db.models import Model, QuerySet
@@ -11,6 +12,7 @@ from django.http import HttpRequest
 from keyvault.access.permissions import Permission
 from keyvault.access.rules import operation
 from keyvault.admin.framework.enforcement import operator_of
+from keyvault.admin.framework.shown_environment import environment_of
 from keyvault.admin.framework.widgets import Line
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ class AttentionItem:
     button: str = "Review"
 
 
-Found = Sequence[tuple[Attention, list[str]]]
+FoundAttention = Sequence[tuple[Attention, list[str]]]
 """Items with the ids of their first rows."""
 
 _MAX_SHOWN = 8
@@ -120,7 +122,14 @@ _MAX_SHOWN_ITEMS = 3
 """Maximum lines of the overview in total and of one item, and items whose rows it reads, each by a query of its own."""
 
 
-def count_by_entry(found: Found) -> dict[str, str]:
+MENU_SECONDS = 10.0
+"""How long the counts of the menu are kept, in seconds."""
+
+_MAX_KEPT = 1_000
+"""Maximum sessions whose counts are kept."""
+
+
+def count_by_entry(found: FoundAttention) -> dict[str, str]:
     """Return the number of urgent rows by the menu's entry, for those that have any."""
     counts: Counter[str] = Counter()
     for item, ids in found:
@@ -129,7 +138,7 @@ def count_by_entry(found: Found) -> dict[str, str]:
     return {entry: f"{MAX_ROWS}+" if count > MAX_ROWS else str(count) for entry, count in counts.items() if count}
 
 
-def attention_context(request: HttpRequest, found: Found) -> dict[str, Any]:
+def attention_context(request: HttpRequest, found: FoundAttention) -> dict[str, Any]:
     """Return what the overview shows: alarms first, then what the operator can decide, then what others must do.
 
     Only the first items have lines. An item that turns out to have no row for the operator is empty.
@@ -149,3 +158,31 @@ def attention_context(request: HttpRequest, found: Found) -> dict[str, Any]:
         "attention_count": sum(item.count for item in items if item.tone in URGENT_TONES),
         "empty_items": [item for item in items if not item.count],
     }
+
+
+class MenuCounts:
+    """Counts of the menu by session and environment, which are kept for some seconds: each costs a large query."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}
+
+    def find(self, request: HttpRequest) -> dict[str, str] | None:
+        """Return the counts that this session saw last, unless they are old or the operator has changed something."""
+        ends_at, counts = self._kept.get(self._key(request), (0.0, {}))
+        return counts if request.method in {"GET", "HEAD"} and monotonic() < ends_at else None
+
+    def store(self, request: HttpRequest, counts: dict[str, str]) -> None:
+        if len(self._kept) >= _MAX_KEPT:
+            self._kept.clear()
+        self._kept[self._key(request)] = (monotonic() + MENU_SECONDS, counts)
+
+    def forget(self, request: HttpRequest) -> None:
+        """Forget the counts of the session, because the operator changes something."""
+        self._kept.pop(self._key(request), None)
+
+    @staticmethod
+    def _key(request: HttpRequest) -> tuple[str, str]:
+        return str(request.session.session_key), environment_of(request) or ""
+
+
+menu_counts = MenuCounts()

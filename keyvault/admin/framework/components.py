@@ -100,7 +100,7 @@ class Feed(Component):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class EvidenceItem:
     """One item of evidence; `state` is `done`, `current`, `ahead` or `failed`. `when`: text or HTML of `widgets`."""
 
     title: str
@@ -117,7 +117,7 @@ class Check:
 class Checks(Component):
     """Evidence: what holds, and what is waited for."""
 
-    checks: Sequence[Check]
+    checks: Sequence[EvidenceItem]
 
     template_name = "console/component_checks.html"
 

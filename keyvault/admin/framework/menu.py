@@ -67,7 +67,7 @@ class Tab:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MenuEntry:
     """An entry of the menu with its pages, of which the first is opened."""
 
     label: str
@@ -90,7 +90,7 @@ class Entry:
 @dataclass(frozen=True, slots=True)
 class Section:
     title: str
-    entries: Sequence[Entry]
+    entries: Sequence[MenuEntry]
 
 
 def build_menu(tabs: Sequence[tuple[str, Tab]], counts: Mapping[str, str]) -> list[Section]:
@@ -103,7 +103,7 @@ def build_menu(tabs: Sequence[tuple[str, Tab]], counts: Mapping[str, str]) -> li
     sections = []
     for title, labels in MENU.items():
         found = [
-            Entry(label, [tab for entry, tab in tabs if entry == label], counts.get(label, "")) for label in labels
+            MenuEntry(label, [tab for entry, tab in tabs if entry == label], counts.get(label, "")) for label in labels
         ]
         entries = [entry for entry in found if entry.tabs]
         if entries:

@@ -18,7 +18,7 @@ from django.middleware.csrf import CsrfViewMiddleware
 from django.urls import reverse
 from django.utils.deprecation import MiddlewareMixin
 
-from keyvault.admin.framework.plain_pages import late_form_page
+from keyvault.admin.framework.plain_pages import is_of_this_site, late_form_page
 from keyvault.domain.browsers import name_browser
 from keyvault.services.sessions.store import SessionStore
 from keyvault.wire.headers import address_from_environ
@@ -100,7 +100,7 @@ class ConsoleAccessMiddleware(MiddlewareMixin):
     ) -> HttpResponse | None:
         if not is_console(request) or getattr(callback, _OPEN, False) or admin.site.has_permission(request):
             return None
-        if request.method == "POST" and not request.user.is_authenticated:
+        if request.method == "POST" and not request.user.is_authenticated and is_of_this_site(request):
             return late_form_page(request, 403)
         page = "admin:second_factor" if request.user.is_authenticated else "admin:login"
         return HttpResponseRedirect(f"{reverse(page)}?{urlencode({REDIRECT_FIELD_NAME: request.get_full_path()})}")

@@ -32,12 +32,17 @@ def error_page(request: HttpRequest, title: str, detail: str, status: int, reque
     return _plain(request, "error", context, status)
 
 
+def is_of_this_site(request: HttpRequest) -> bool:
+    """Whether the browser names this site as the origin of the form."""
+    return request.headers.get("Origin") == f"{request.scheme}://{request.get_host()}"
+
+
 def late_form_page(request: HttpRequest, status: int) -> HttpResponse:
     """Return the page for a form whose session or CSRF token has expired: it keeps what was typed, except secrets.
 
     A form of another site keeps nothing: an operator could send it by mistake.
     """
-    is_ours = request.headers.get("Origin") == f"{request.scheme}://{request.get_host()}"
+    is_ours = is_of_this_site(request)
     fields = _kept_fields(request) if is_ours else []
     names = {name for name, _ in fields}
     context = {

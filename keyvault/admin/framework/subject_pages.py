@@ -5,7 +5,12 @@ A page is the name of its admin route without `_change`. Another app registers i
 
 from collections.abc import Mapping
 
-_by_prefix = {"crd_": "keyvault_credential", "req_": "keyvault_issuancerequest", "opc_": "keyvault_operatorchange"}
+_by_prefix = {
+    "crd_": "keyvault_credential",
+    "req_": "keyvault_issuancerequest",
+    "opc_": "keyvault_operatorchange",
+    "rcp_": "keyvault_recipientkey",
+}
 """Page by the prefix of an id."""
 
 _by_kind = {"webhook": ("webhook endpoint", "keyvault_webhookendpoint")}
@@ -19,6 +24,7 @@ _FIELDS = {
     "token_id": "keyvault_servicetoken",
     "act_id": "keyvault_breakglass",
     "change_id": "keyvault_operatorchange",
+    "recipient_key_id": "keyvault_recipientkey",
     "credential_id": "keyvault_credential",
     "merchant_id": "keyvault_merchant",
 }

@@ -1,6 +1,7 @@
 """Key issuance in the console: requested, approved by a second person, collected once."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -8,10 +9,11 @@ from django import forms
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
+from django.utils.html import format_html
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.accounts import AccountForm, account_from, account_link, account_query
+from keyvault.admin.framework.accounts import AccountForm, account_crumbs, account_from, account_link, account_query
 from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
@@ -23,6 +25,7 @@ from keyvault.admin.framework.actions import (
 )
 from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.components import Banner, Columns
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import (
     OWN_REQUEST_NOTE,
@@ -42,7 +45,9 @@ from keyvault.admin.framework.widgets import (
     FactTable,
     Line,
     Link,
+    Step,
     badge,
+    identifier,
     link,
     moment,
     mono,
@@ -127,6 +132,28 @@ def _explain_collection(request: IssuanceRequest) -> str:
             "Prepare the place where you will store it."
         )
     return "The next page shows the key once. The secret backend keeps its copy for the merchant."
+
+
+_IN_BANNER = ("approve", "reject", "collect")
+"""Actions that the banner offers."""
+
+_TONES = {S.PENDING: "wait", S.ISSUED: "good", S.COLLECTED: "good", S.BURNED: "bad"}
+"""Tone of the banner by state."""
+
+
+def _steps(row: IssuanceRequest) -> list[Step]:
+    """Return the steps from the request to the key, up to an early end."""
+    state = IssuanceState(row.state)
+    if state in {S.REJECTED, S.EXPIRED, S.WITHDRAWN}:
+        return [Step("requested", "done", row.created_at), Step(state.value, "stopped", row.decided_at)]
+    times = [("requested", row.created_at), ("approved", row.decided_at), ("issued", row.issued_at)]
+    if row.delivery in COLLECTED_DELIVERIES and row.kind == KeyKind.PRIVATE:
+        times.append(("collected", row.collected_at))
+    steps = [Step(label, "ahead" if at is None else "done", at) for label, at in times]
+    waits = next((index for index, step in enumerate(steps) if step.place == "ahead"), None)
+    if waits is not None:
+        steps[waits] = replace(steps[waits], place="stopped" if state is S.BURNED else "current")
+    return steps
 
 
 class IssuanceRequestAdmin(ConsoleModelAdmin):
@@ -262,16 +289,33 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             outcome.append(("Credential", link(url, row.credential)))
         if row.key is not None:
             outcome.append(("Key", key_link(row.key)))
+        notes = list(self._notes(request, row))
+        decisions = [
+            Link(action.label, self.url_of(row, action.name))
+            for action in self.row_actions
+            if action.name in _IN_BANNER and self._is_offered(request, action, row)
+        ]
+        progress, approvals = FactTable("Progress", outcome), approvals_table(row)
         return Detail(
-            title=self.name_of(row),
+            title=row.label,
             state=row.state,
-            notes=list(self._notes(request, row)),
-            refresh_seconds=3 if row.state == S.APPROVED else None,
-            sections=[
-                self.summary(row),
-                FactTable("Progress", outcome),
-                approvals_table(row),
-            ],
+            lead=format_html("{} · {}", KINDS[KeyKind(row.kind)], identifier(row)),
+            crumbs=account_crumbs(row.account),
+            banner=Banner(notes[0], self._effect(row), _TONES.get(row.state, ""), decisions) if notes else None,
+            steps=_steps(row),
+            refresh_seconds=3 if row.state in {S.PENDING, S.APPROVED} else None,
+            sections=[Columns([self.summary(row), progress]), approvals],
+        )
+
+    def _effect(self, row: IssuanceRequest) -> str:
+        """Say what will exist after the approval."""
+        if row.state != S.PENDING:
+            return ""
+        expiry = f"expires {row.expires_in_days} days after it is issued" if row.expires_in_days else "does not expire"
+        credential = f"a new credential {row.label}" if row.credential is None else f"credential {row.label}"
+        return (
+            f"After the approval {row.account} has {credential} with one {row.kind} key, which {expiry}. "
+            f"Its delivery: {DELIVERIES[Delivery(row.delivery)]}."
         )
 
     def _notes(self, request: HttpRequest, row: IssuanceRequest) -> Iterable[str]:
@@ -279,9 +323,9 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         if row.state == S.PENDING and mine:
             yield OWN_REQUEST_NOTE
         elif row.state == S.PENDING:
-            yield "Awaiting approval."
+            yield "This request awaits approval."
         elif row.state == S.APPROVED:
-            yield "Approved. The worker is issuing the key; this page refreshes automatically."
+            yield "Approved. The worker issues the key; this page updates by itself."
         elif row.state == S.ISSUED and row.requested_via is not None:
             yield "Issued. Only the requesting service can collect the key."
         elif row.state == S.ISSUED and mine:

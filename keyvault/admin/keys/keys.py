@@ -32,7 +32,7 @@ from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.components import Columns
 from keyvault.admin.framework.enforcement import may
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.pages import page
+from keyvault.admin.framework.pages import live_page
 from keyvault.admin.framework.widgets import (
     Detail,
     FactTable,
@@ -224,7 +224,7 @@ class KeyAdmin(ConsoleModelAdmin):
         detail = receipt_detail(receipt, key_link(key), str(key.credential.account))
         crumbs = [*self._crumbs(), Link(self.name_of(key), self.url_of(key))]
         context = {"title": detail.title, "detail": detail, "sections": detail.sections, "crumbs": crumbs}
-        return page(self.admin_site, request, "detail", context)
+        return live_page(self.admin_site, request, "detail", context, seconds=detail.refresh_seconds)
 
     def account(self, key: Key) -> str:
         return str(key.credential.account)

@@ -61,7 +61,7 @@ def overview_context(request: HttpRequest) -> dict[str, Any]:
 
 def _usage_context(request: HttpRequest, now: datetime) -> dict[str, Any]:
     scope = shown_scope(request)
-    end = start_of_slot(now)
+    end = start_of_slot(now) - SLOT  # the last complete slot
     slots = [end - SLOT * back for back in reversed(range(_SLOTS))]
     totals = read_totals(scope.environments, end - 2 * _DAY)
     allowed = [totals.get(slot, {}).get(UseOutcome.ALLOWED, 0) for slot in slots]

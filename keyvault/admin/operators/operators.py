@@ -31,7 +31,7 @@ from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.four_eyes import requester_name
 from keyvault.admin.framework.model_admin import BoundedPaginator, ConsoleModelAdmin
-from keyvault.admin.framework.pages import page
+from keyvault.admin.framework.pages import live_page
 from keyvault.admin.framework.widgets import Detail, FactTable, Link, Table, badge, link, moment, mono, short_moment
 from keyvault.domain.environments import Environment
 from keyvault.models import Operator, OperatorChange
@@ -325,7 +325,7 @@ class OperatorAdmin(ConsoleModelAdmin):
             "links": links,
             "crumbs": self._crumbs(),
         }
-        return page(self.admin_site, request, "detail", context)
+        return live_page(self.admin_site, request, "detail", context, seconds=detail.refresh_seconds)
 
     def _review_lines(self, access: OperatorAccess) -> Iterable[list[Any]]:
         row = access.operator

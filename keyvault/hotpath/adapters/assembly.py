@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import cache
-from typing import Final
+from typing import Final, Protocol
 
 from django.conf import settings
 from django.db import connection
@@ -28,7 +28,7 @@ from keyvault.hotpath.adapters.stores import DatabaseStore, PostgresStore, Short
 from keyvault.hotpath.engine.engine import Engine
 from keyvault.hotpath.engine.freshness import SWITCH_SECONDS, Freshness
 from keyvault.hotpath.engine.ports import EngineVerdict, Ports
-from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend
+from keyvault.hotpath.frontends.asyncio_frontend import AsyncioFrontend, AsyncStore
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError, ThreadedFrontend
 from keyvault.hotpath.http1.protocol import Shortcut
 from keyvault.hotpath.messages.pending_requests import VERIFY, is_engine_path
@@ -61,9 +61,14 @@ closing of connections it must stay below the supervisor's timeout."""
 
 
 def make_engine(
-    note_failed_proof: Callable[[str | None], int | None], peppers: Callable[[PepperSet], Peppers]
+    note_failed_proof: Callable[[str | None], int | None],
+    peppers: Callable[[PepperSet], Peppers],
+    adapt: Callable[[Ports], Ports] = lambda ports: ports,
 ) -> Engine:
-    """Return an engine with an empty cache. It does not use the cache until its change feed is followed."""
+    """Return an engine with an empty cache. It does not use the cache until its change feed is followed.
+
+    `adapt`: replaces some of the ports.
+    """
     ports = Ports(
         key_prefix=settings.KEY_PREFIX,
         environments=frozenset(map(Environment, settings.ENVIRONMENTS)),
@@ -86,7 +91,7 @@ def make_engine(
         note_new_use=usage_log.protect,
         outcome=lambda is_probe: (UseOutcome.PROBED if is_probe else UseOutcome.ALLOWED).value,
     )
-    return Engine(ports, Freshness(settings.MAX_STALENESS_SECONDS), settings.VERIFIER_KEYS)
+    return Engine(adapt(ports), Freshness(settings.MAX_STALENESS_SECONDS), settings.VERIFIER_KEYS)
 
 
 def make_follower(engine: Engine, entry_point: str) -> Follower:
@@ -181,20 +186,16 @@ def unrouted(method: str, target: str) -> HttpResponse:
     return problem_answer(problem(ErrorCode.NOT_FOUND, "No resource exists at this URL.", request_id), request_id)
 
 
-def _readyz() -> tuple[int, bytes, str]:
-    try:
-        status, body = readiness_body(find_readiness())
-    finally:
-        connection.close()
-    return status, encode(body), "application/json"
-
-
 def _metrics() -> tuple[int, bytes, str]:
     return 200, expose_meters(), CONTENT_TYPE
 
 
 _HEALTH: Final = "/healthz"
-_STATUS_PATHS: Final = {"/readyz": _readyz, METRICS: _metrics}
+_READY: Final = "/readyz"
+_STATUS_PATHS: Final = (_READY, METRICS)
+
+Status = tuple[int, dict[str, object]]
+"""Status and body of a readiness reply."""
 
 
 def _is_status_path(path: str) -> bool:
@@ -202,28 +203,38 @@ def _is_status_path(path: str) -> bool:
 
 
 class AssembledVerifier:
-    """The engine of a dedicated verifier process."""
+    """The engine of a dedicated verifier process, with the store that it reads from."""
 
-    def __init__(self) -> None:
-        # Counted in this process: the event loop must not wait for Redis while a client guesses keys.
-        self.engine = make_engine(failed_proofs().note_here, load_peppers.loaded)
-        self._store = PostgresStore() if connection.vendor == "postgresql" else ThreadStore()
+    def __init__(self, engine: Engine, store: "ProcessStore") -> None:
+        self.engine = engine
+        self._store = store
         self._budgets = budgets()
         self._frontend = AsyncioFrontend(self.engine, self._store, self._budgets, failed_proofs().is_over)
         self.shortcut = Shortcut(_VERIFY, self._frontend.verify)
-        self._follower = make_follower(self.engine, "verifier")
         self._status_threads = {path: ShortTimeoutThread(path) for path in _STATUS_PATHS}
         self._recorder_thread = ShortTimeoutThread("notes", END_SECONDS)
         usage_log.add_source(lambda: uses_of(self.engine))
 
+    def begin(self) -> None:
+        """Follow the change feed and report uses."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Write what was recorded and deregister the process. An error in one step does not prevent the others."""
+        raise NotImplementedError
+
+    def ready(self) -> Status:
+        """Return the readiness reply."""
+        raise NotImplementedError
+
     async def start(self) -> None:
-        await self._recorder_thread.run(lambda: _begin(self._follower))
+        await self._recorder_thread.run(self.begin)
         await self._store.open()
 
     async def stop(self) -> None:
         """Write what was recorded and deregister the process. Bounded by END_SECONDS."""
         with suppress(StoreUnavailableError):  # loses the same uses as a crash
-            await self._recorder_thread.run(lambda: _end(self._follower))
+            await self._recorder_thread.run(self.end)
         await self._store.close()
         await self._budgets.close_async()
 
@@ -244,44 +255,67 @@ class AssembledVerifier:
     async def _answer_status(self, path: str) -> HttpResponse:
         """Answer on the path's own thread, so that readiness, metrics and verify requests do not delay each other."""
         try:
-            return _respond(*await self._status_threads[path].run(_STATUS_PATHS[path]))
+            return _respond(*await self._status_threads[path].run(self._readyz if path == _READY else _metrics))
         except StoreUnavailableError:
             request_id = mint_request_id(secrets.token_bytes)
             detail = "The status cannot be determined right now. Try again."
             found = problem(ErrorCode.DEPENDENCY_UNAVAILABLE, detail, request_id, retry_after_seconds=1)
             return problem_answer(found, request_id)
 
+    def _readyz(self) -> tuple[int, bytes, str]:
+        status, body = self.ready()
+        return status, encode(body), "application/json"
+
+
+class DatabaseVerifier(AssembledVerifier):
+    """A dedicated verifier with a log-in to the database."""
+
+    def __init__(self) -> None:
+        # Counted in this process: the event loop must not wait for Redis while a client guesses keys.
+        engine = make_engine(failed_proofs().note_here, load_peppers.loaded)
+        super().__init__(engine, PostgresStore() if connection.vendor == "postgresql" else ThreadStore())
+        self._follower = make_follower(engine, "verifier")
+
+    def begin(self) -> None:
+        try:
+            usage_log.start()
+            self._follower.start()
+        finally:
+            connection.close()  # this thread's own; threads started by it have theirs
+
+    def end(self) -> None:
+        """Write the uses, which rotations rely on, deregister, which receipts wait for, and write the refusals."""
+        try:
+            for stop in (usage_log.stop, self._follower.stop, refusal_log.stop):
+                try:
+                    stop()
+                except Exception:  # noqa: BLE001  the process ends in any case
+                    _log.exception("recorded data could not be written at exit")
+        finally:
+            connection.close()
+
+    def ready(self) -> Status:
+        try:
+            return readiness_body(find_readiness())
+        finally:
+            connection.close()
+
+
+def load_async() -> DatabaseVerifier:
+    return DatabaseVerifier()
+
+
+class ProcessStore(AsyncStore, Protocol):
+    """A store that lives as long as the process."""
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
 
 def _respond(status: int, body: bytes, content_type: str) -> HttpResponse:
     headers = (("Content-Type", content_type), ("Cache-Control", "no-store"))
     return HttpResponse(status, body, mint_request_id(secrets.token_bytes), headers)
-
-
-def load_async() -> AssembledVerifier:
-    return AssembledVerifier()
-
-
-def _begin(follower: Follower) -> None:
-    try:
-        usage_log.start()
-        follower.start()
-    finally:
-        connection.close()  # this thread's own; threads started by it have theirs
-
-
-def _end(follower: Follower) -> None:
-    """Write the uses, which rotations rely on, then deregister, which receipts wait for, then write the refusals.
-
-    An error in one step does not prevent the others.
-    """
-    try:
-        for stop in (usage_log.stop, follower.stop, refusal_log.stop):
-            try:
-                stop()
-            except Exception:  # noqa: BLE001  the process ends in any case
-                _log.exception("recorded data could not be written at exit")
-    finally:
-        connection.close()
 
 
 _VERIFY: Final = VERIFY.encode()

@@ -133,6 +133,32 @@ KEYS = (
     ),
 )
 
+RECIPIENTS: tuple[TriggerRule, ...] = (
+    WriteGuard(
+        "recipientkey_of_account",
+        "keyvault_recipientkey",
+        "INSERT",
+        "NOT EXISTS (SELECT 1 FROM keyvault_credential c JOIN keyvault_key k ON k.credential_id = c.credential_id "
+        "WHERE c.credential_id = NEW.credential_id AND c.account_id = NEW.account_id "
+        "AND c.account_environment = NEW.account_environment AND k.key_id = NEW.key_id)",
+        "a recipient key is set with a key of its credential, and has the account of it",
+    ),
+    WriteGuard(
+        "recipientkey_delayed",
+        "keyvault_recipientkey",
+        "INSERT",
+        "NEW.account_environment <> 'sandbox' AND (NEW.approvals_needed < 2 OR NEW.applies_at <= NEW.created_at)",
+        "a recipient key in production applies later, or with the approval of two persons",
+    ),
+    WriteGuard(
+        "recipientkeyapproval_is_person",
+        "keyvault_recipientkeyapproval",
+        "INSERT",
+        "NOT EXISTS (SELECT 1 FROM keyvault_operator o "
+        "WHERE o.id = NEW.approver_id AND o.person = NEW.person AND o.is_active)",
+        "an approval names the person of the approving operator, who is not disabled",
+    ),
+)
 
 OPERATORS: tuple[TriggerRule, ...] = (
     WriteGuard(
@@ -257,4 +283,4 @@ BREAK_GLASS: tuple[TriggerRule, ...] = (
     ),
 )
 
-GUARDS: tuple[TriggerRule, ...] = (*AUDIT_CHAINS, *MERCHANTS, *KEYS, *OPERATORS, *BREAK_GLASS)
+GUARDS: tuple[TriggerRule, ...] = (*AUDIT_CHAINS, *MERCHANTS, *KEYS, *RECIPIENTS, *OPERATORS, *BREAK_GLASS)

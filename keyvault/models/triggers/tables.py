@@ -26,6 +26,7 @@ APPEND_ONLY = (
     AppendOnly("keyvault_auditcheckpoint", (("id",), ("scope", "number"))),
     AppendOnly("keyvault_change", (("sequence",),), expired=CHANGE_IS_CONFIRMED),
     AppendOnly("keyvault_issuanceapproval", (("id",), ("request_id", "person"))),
+    AppendOnly("keyvault_recipientkeyapproval", (("id",), ("recipient_key_id", "person"))),
     AppendOnly("keyvault_operatorchangeapproval", (("id",), ("change_id", "person"))),
 )
 
@@ -35,6 +36,7 @@ KEPT = (
     Kept("keyvault_credential", (("credential_id",),)),
     Kept("keyvault_key", (("key_id",),)),
     Kept("keyvault_issuancerequest", (("issuance_request_id",),)),
+    Kept("keyvault_recipientkey", (("recipient_key_id",),)),
     Kept("keyvault_breakglass", (("act_id",),)),
     Kept("keyvault_operator", (("id",), ("username",), ("invitation_digest",))),
     Kept("keyvault_operatorchange", (("change_id",),)),
@@ -82,6 +84,22 @@ FROZEN = (
         "keyvault_key",
         ("key_id", "credential_id", "account_environment", "created_at", as_text("expires_at")),
         "a key keeps its credential and expiry",
+    ),
+    Frozen(
+        "keyvault_recipientkey",
+        (
+            "recipient_key_id",
+            "credential_id",
+            "account_id",
+            "account_environment",
+            "key_id",
+            "public_key",
+            "approvals_needed",
+            "created_at",
+        ),
+        "a recipient key keeps its credential and public key, and applies earlier only once enough persons approve it",
+        refused_if="(NEW.applies_at <> OLD.applies_at AND (NEW.applies_at > OLD.applies_at OR NEW.approvals_needed > "
+        "(SELECT count(*) FROM keyvault_recipientkeyapproval v WHERE v.recipient_key_id = NEW.recipient_key_id)))",
     ),
     Frozen(
         "keyvault_breakglass",
@@ -153,6 +171,12 @@ STATES = (
         "keyvault_operatorchange",
         ("applied", "rejected", "withdrawn"),
         "a decided change of an operator stays decided",
+    ),
+    SetOnce(
+        "recipientkey_no_revival",
+        "keyvault_recipientkey",
+        "withdrawn_at",
+        "a withdrawn recipient key stays withdrawn",
     ),
     SetOnce("servicetoken_no_revival", "keyvault_servicetoken", "revoked_at", "a revoked token stays revoked"),
     SetOnce("customertoken_no_revival", "keyvault_customertoken", "revoked_at", "a revoked token stays revoked"),

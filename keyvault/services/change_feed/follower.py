@@ -113,6 +113,11 @@ class Follower(BackgroundThread):
         at = self._confirmed_at
         return at is not None and time.monotonic() - at <= settings.MAX_STALENESS_SECONDS
 
+    @property
+    def confirmed(self) -> int:
+        """The highest confirmed sequence, see `Position`."""
+        return self._position.confirmed
+
     def poll_once(self) -> None:
         """Poll once: apply what is new, report and confirm.
 
@@ -138,7 +143,10 @@ class Follower(BackgroundThread):
             raise
         if new is None or new:
             self.apply(new)
-        self._has_moved |= self._position.advance(batch)
+        has_moved = self._position.advance(batch)
+        self._has_moved |= has_moved
+        if has_moved or new is None or new:
+            _notify_listeners()
         is_due = self._reported_at is None or monotonic - self._reported_at >= _report_seconds()
         if (is_due or self._has_moved) and not self._report(monotonic):
             return False
@@ -356,6 +364,23 @@ def _expires_after_seconds() -> float:
 
 
 _followers: "WeakSet[Follower]" = WeakSet()
+
+_listeners: list[Callable[[], None]] = []
+
+
+def on_new_changes(listener: Callable[[], None]) -> None:
+    """Call a function, in the follower's thread, after each poll of this process that found something new."""
+    _listeners.append(listener)
+
+
+def _notify_listeners() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def find_confirmed_here() -> int:
+    """Return the highest sequence that this process has confirmed and still follows from; 0: none."""
+    return max((each.confirmed for each in _followers if each.is_following and each.is_fresh), default=0)
 
 
 def is_feed_followed() -> bool | None:

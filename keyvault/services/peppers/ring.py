@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +25,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.backends import meters
 from keyvault.backends.base import BackendConflictError, BackendMissingError, Mount
+from keyvault.backends.central import CentralUnavailableError
 from keyvault.domain.digests import PEPPER_BYTES, PEPPER_SET, Peppers, PepperSet
 from keyvault.domain.errors import IntegrityError, KeyvaultError, NotFoundError, VerifierStaleError
 from keyvault.domain.plaintext import Plaintext
@@ -70,10 +71,16 @@ class _Loaded:
         return next((peppers for since, peppers in self.phases if since <= at), self.phases[-1][1])
 
 
+def _rows_of_database(pepper_set: PepperSet) -> list[PepperVersion]:
+    return list(PepperVersion.objects.filter(pepper_set=pepper_set).order_by("number"))
+
+
 class PepperRing:
     """The loaded peppers of one process. Threads share them; a forked child inherits its parent's."""
 
     def __init__(self) -> None:
+        self.read_rows: Callable[[PepperSet], list[PepperVersion]] = _rows_of_database
+        """Reads the versions of a set, oldest first. A regional verifier, which has no database, replaces it."""
         self._loaded: dict[PepperSet, _Loaded] = {}
         self._refreshing = threading.Lock()
         self._refreshed_at = 0.0
@@ -180,6 +187,8 @@ class PepperRing:
             for pepper_set in self._missing():
                 self(pepper_set)
             self.refresh()
+        except CentralUnavailableError as error:
+            _log.warning("the peppers could not be refreshed", extra={"why": error})
         except Exception:  # noqa: BLE001  the next refresh tries again
             _log.exception("the peppers could not be refreshed")
         finally:
@@ -298,7 +307,7 @@ def read_checked(row: PepperVersion) -> bytes:
 
 def _diagnose(pepper: bytes) -> str:
     """Return what is known of a pepper that failed its check, and what to do."""
-    for row in PepperVersion.objects.all():
+    for row in (row for pepper_set in PepperSet for row in _rows(pepper_set)):
         if Peppers(PepperSet(row.pepper_set), {row.number: pepper}).check_value(row.number) == bytes(row.check_value):
             return (
                 f"it is {row.pepper_set} pepper {row.number}; the environments were swapped (KEYVAULT_VAULT_PREFIX, the"
@@ -324,7 +333,7 @@ def _load(pepper_set: PepperSet) -> _Loaded:
             versions[row.number] = read_checked(row)
         except IntegrityError:
             # Not missing if it was retired and destroyed after the rows were read.
-            if not PepperVersion.objects.filter(pk=row.pk, retired_at__isnull=False).exists():
+            if row.number not in {each.number for each in _rows(pepper_set) if each.retired_at is not None}:
                 raise
     return _arrange(pepper_set, versions, rows)
 
@@ -368,7 +377,7 @@ _ALWAYS, _NEVER = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=
 
 
 def _rows(pepper_set: PepperSet) -> list[PepperVersion]:
-    return list(PepperVersion.objects.filter(pepper_set=pepper_set).order_by("number"))
+    return load_peppers.read_rows(pepper_set)
 
 
 def _utc_now() -> datetime:

@@ -16,6 +16,7 @@ from keyvault.domain.keystring import StringKind, StringScope, mint_keystring
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Merchant, ServiceToken
+from keyvault.models.tokens import MAX_READERS, MAX_STALENESS_SECONDS
 from keyvault.services.operators.operators import operator_row
 from keyvault.services.peppers.ring import load_peppers, refresh_peppers
 from keyvault.services.recording.changes import notify_host
@@ -24,6 +25,8 @@ from keyvault.services.recording.transaction import recorded
 MAX_DAYS = 366
 DEFAULT_DAYS = 90
 MAX_OVERLAP_HOURS = 168
+MOST_READERS = 10_000
+LEAST_STALENESS_SECONDS, MOST_STALENESS_SECONDS = 4, 60
 
 
 def create_service_token(
@@ -35,10 +38,13 @@ def create_service_token(
     merchants: Iterable[str] | None = None,
     lifetime_days: int = DEFAULT_DAYS,
     is_probe: bool = False,
+    max_readers: int = MAX_READERS,
+    max_staleness_seconds: int = MAX_STALENESS_SECONDS,
 ) -> tuple[ServiceToken, Plaintext]:
     """Create a token; return its row and its string, which is not stored and cannot be shown again.
 
     `merchants` None: all merchants. `is_probe`: verifications with this token do not count as key usage.
+    `max_readers`, `max_staleness_seconds`: see `ServiceToken`.
     Raises RequestInvalidError with faults.
     """
     wanted = sorted(set(permissions))
@@ -50,6 +56,11 @@ def create_service_token(
         faults.append(Fault("/permission", "at least one permission"))
     if not 1 <= lifetime_days <= MAX_DAYS:
         faults.append(Fault("/lifetime_days", f"1 to {MAX_DAYS}"))
+    if not 1 <= max_readers <= MOST_READERS:
+        faults.append(Fault("/max_readers", f"1 to {MOST_READERS}"))
+    if not LEAST_STALENESS_SECONDS <= max_staleness_seconds <= MOST_STALENESS_SECONDS:
+        fault = f"{LEAST_STALENESS_SECONDS} to {MOST_STALENESS_SECONDS}"
+        faults.append(Fault("/max_staleness_seconds", fault))
     if chosen is not None:
         known = set(Merchant.objects.filter(merchant_id__in=chosen).values_list("merchant_id", flat=True))
         faults += [Fault("/merchant", f"there is no merchant {unknown}") for unknown in chosen if unknown not in known]
@@ -63,6 +74,8 @@ def create_service_token(
         merchants=chosen,
         lifetime=timedelta(days=lifetime_days),
         is_probe=is_probe,
+        max_readers=max_readers,
+        max_staleness_seconds=max_staleness_seconds,
     )
     with recorded(
         grant,
@@ -75,6 +88,8 @@ def create_service_token(
         permissions=wanted,
         merchants=chosen,
         is_probe=is_probe,
+        max_readers=max_readers,
+        max_staleness_seconds=max_staleness_seconds,
     ):
         token.save()
     return token, text
@@ -104,6 +119,8 @@ def rotate_service_token(grant: Grant, token: ServiceToken, overlap_hours: int) 
         # A rotation shortens the token's own lifetime, so take the longest one of its lineage.
         lifetime=max(each.expires_at - each.created_at for each in line),
         is_probe=token.is_probe,
+        max_readers=token.max_readers,
+        max_staleness_seconds=token.max_staleness_seconds,
         lineage=token.lineage,
     )
     ends_at = min(token.expires_at, grant.at + timedelta(hours=overlap_hours))
@@ -145,6 +162,8 @@ def _mint(
     merchants: Sequence[str] | None,
     lifetime: timedelta,
     is_probe: bool,
+    max_readers: int,
+    max_staleness_seconds: int,
     lineage: str = "",
 ) -> tuple[ServiceToken, Plaintext]:
     """Return an unsaved row and its string. The row's creator is accountable for the token's requests."""
@@ -162,6 +181,8 @@ def _mint(
         permissions=permissions,
         merchants=merchants,
         is_probe=is_probe,
+        max_readers=max_readers,
+        max_staleness_seconds=max_staleness_seconds,
         creator=None if creator is None else operator_row(creator),
         creator_person=grant.principal.actor if creator is None else creator.person,
         is_creator_claimed=is_claimed(grant.principal),

@@ -15,20 +15,20 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import chain, islice
 from pathlib import Path
 from time import sleep
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Max, Min, Q, QuerySet
 
-from keyvault.access.catalog import ACKNOWLEDGEMENT
+from keyvault.access.catalog import WITHOUT_TRAFFIC
 from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import MAX_REDACTED_LENGTH, MAX_STORED_LENGTH, clean_text
 from keyvault.domain.sources import name_source
@@ -80,6 +80,43 @@ class Use(NamedTuple):
     minute: float
 
 
+class UsageSink(Protocol):
+    """Where reports are stored. `keeps_file`: unreported uses are kept in a file, for another process to report."""
+
+    keeps_file: bool
+
+    def register(self, reporter_id: str, now: datetime, report: int) -> None:
+        """Register the reporter, before its first verdict. `report`: the number of its last report."""
+
+    def store(self, report: "Report") -> bool:
+        """Store a report; a number that is stored already adds nothing. Return whether the reporter is known."""
+
+    def shred(self, report: "Report") -> None:
+        """Shred the stored replies of secrets that were used."""
+
+    def report_dead(self, now: datetime) -> None:
+        """Send the last reports of killed processes of this host."""
+
+
+class DatabaseSink:
+    keeps_file = True
+
+    def register(self, reporter_id: str, now: datetime, report: int) -> None:
+        register_reporter(reporter_id, settings.ENVIRONMENTS, load_peppers.newest_versions(), now, report=report)
+
+    def store(self, report: "Report") -> bool:
+        is_known = _write(report, load_peppers.newest_versions())
+        _notify_of_refused(report)
+        return is_known
+
+    def shred(self, report: "Report") -> None:
+        if report.used or any(map(len, report.counted)):
+            shred_used(chain(report.used, (row[0] for rows in report.counted for row in rows if row[5] == _ALLOWED)))
+
+    def report_dead(self, now: datetime) -> None:
+        report_dead(now)
+
+
 @dataclass(slots=True, eq=False)
 class UsageLog(BackgroundThread):
     """Unwritten uses of this process. Create one for each process that verifies keys.
@@ -90,6 +127,7 @@ class UsageLog(BackgroundThread):
     thread_name: ClassVar[str] = "usage"
 
     now: Callable[[], datetime] = utc_now
+    sink: UsageSink = field(default_factory=DatabaseSink)
     reporter_id: str = field(
         default_factory=lambda: f"{socket.gethostname()[:30]}-{os.getpid()}-{secrets.token_hex(6)}"
     )
@@ -101,7 +139,7 @@ class UsageLog(BackgroundThread):
     _reports: int = 0
     _file: UnreportedUses | None = None
     """Uses that another process reports if this one is killed; None before the start, or without a writable file."""
-    _unconfirmed: "_Report | None" = None
+    _unconfirmed: "Report | None" = None
     """The last report, if its write failed or its outcome is unknown."""
 
     def note(
@@ -147,8 +185,8 @@ class UsageLog(BackgroundThread):
 
     def _prepare(self) -> None:
         with self._lock:
-            self._register(self.now())
-        self._file = self._open_file()
+            self.sink.register(self.reporter_id, self.now(), self._reports)
+        self._file = self._open_file() if self.sink.keeps_file else None
 
     def _open_file(self) -> UnreportedUses | None:
         try:
@@ -156,16 +194,6 @@ class UsageLog(BackgroundThread):
         except OSError:
             _log.exception("unreported uses cannot be kept in a file; if this process is killed, silence restarts")
             return None
-
-    def _register(self, now: datetime) -> None:
-        UsageReporter.objects.create(
-            reporter_id=self.reporter_id,
-            started_at=now,
-            flushed_through_at=now,
-            report=self._reports,
-            peppers=load_peppers.newest_versions(),
-            environment=settings.ENVIRONMENTS[0] if len(settings.ENVIRONMENTS) == 1 else "",
-        )
 
     @property
     def is_reporting(self) -> bool:
@@ -186,7 +214,7 @@ class UsageLog(BackgroundThread):
         """Reset in a forked child, which is a reporter of its own. The parent writes its own pending counts."""
         if self._file is not None:
             self._file.forget()
-        self.__init__(self.now, _sources=self._sources)  # type: ignore[misc]  # a dataclass's own, with its fields
+        self.__init__(self.now, self.sink, _sources=self._sources)  # type: ignore[misc]  # a dataclass's own, with its fields
 
     def flush(self, *, is_final: bool = False) -> None:
         """Write the counts and the watermark in one transaction. A failed flush keeps the counts.
@@ -207,7 +235,7 @@ class UsageLog(BackgroundThread):
                 self._file.send(self._reports, report.mark)
             self._send_unconfirmed()
 
-    def _take(self, is_final: bool) -> "_Report":
+    def _take(self, is_final: bool) -> "Report":
         """Take everything that is pending."""
         mark = None if self._file is None else self._file.mark()
         with self._lock:
@@ -219,30 +247,25 @@ class UsageLog(BackgroundThread):
             for take in self._sources:
                 counted.append(take())  # noqa: PERF401  earlier sources' counts are kept when a later source raises
         except Exception:
-            self._keep(_Report(self.reporter_id, 0, through, is_final, counted, used, mark))
+            self._keep(Report(self.reporter_id, 0, through, is_final, counted, used, mark))
             raise
-        return _Report(self.reporter_id, 0, through, is_final, counted, used, mark)
+        return Report(self.reporter_id, 0, through, is_final, counted, used, mark)
 
     def _send_unconfirmed(self) -> None:
         report = self._unconfirmed
         if report is None:
             return
-        is_known = _write(report)
-        if refused := {row[0] for rows in report.counted for row in rows if row[5] == _REFUSED}:
-            # The report is stored. A receiver that fails must not stop this process's reports.
-            with log_failure(_log, "receivers were not notified of refused keys"):
-                keys_refused.send(None, key_ids=refused, now=report.through)
+        is_known = self.sink.store(report)
         self._unconfirmed = None
         if self._file is not None and report.mark is not None:
             self._file.confirm()
         # Separate from the report: evidence never waits for it, and a secret it misses is shredded when it expires.
-        if report.used or any(map(len, report.counted)):
-            shred_used(chain(report.used, (row[0] for rows in report.counted for row in rows if row[5] == _ALLOWED)))
+        self.sink.shred(report)
         if self.is_reporting and not is_known:
             # The host slept for so long that this reporter's row was deleted.
-            self._register(report.through)
+            self.sink.register(self.reporter_id, report.through, self._reports)
 
-    def _keep(self, report: "_Report") -> None:
+    def _keep(self, report: "Report") -> None:
         """Put counts back for the next flush. The lock, which the request path needs, covers only the newest counts."""
         kept: dict[Use, Uses] = {}
         for portion in _in_portions(chain.from_iterable(report.counted)):
@@ -261,7 +284,7 @@ class UsageLog(BackgroundThread):
 
     def _work(self) -> None:
         self._try_flush()
-        report_dead(self.now())
+        self.sink.report_dead(self.now())
         self._maintain_peppers()
 
     def _try_flush(self) -> None:
@@ -305,7 +328,21 @@ def _add(counts: dict[Use, Uses], row: Uses) -> None:
     counts[use] = (*use[:6], times, first, last)
 
 
-class _Report(NamedTuple):
+def register_reporter(
+    reporter_id: str, environments: Collection[str], peppers: Mapping[str, int], now: datetime, *, report: int = 0
+) -> None:
+    """Register a process that reports uses. `environments`: those whose keys it verifies."""
+    UsageReporter.objects.create(
+        reporter_id=reporter_id,
+        started_at=now,
+        flushed_through_at=now,
+        report=report,
+        peppers=peppers,
+        environment=next(iter(environments)) if len(environments) == 1 else "",
+    )
+
+
+class Report(NamedTuple):
     """One report: its counts, the watermark `through`, and whether the reporter deregisters with it (`is_final`).
 
     `used`: ids of customer tokens whose secrets were used. `mark`: the part of the file of unreported uses that it
@@ -341,12 +378,39 @@ def _report_dead_file(file: DeadFile, now: datetime) -> None:
     if row is not None and entries is not None:
         uses = [(*entry[:6], 1, entry[6], entry[6]) for entry in entries]
         number = max(row.report, file.last_number) + 1
-        _write(_Report(file.reporter_id, number, now, is_final=True, counted=[uses], used=set()))
+        report = Report(file.reporter_id, number, now, is_final=True, counted=[uses], used=set())
+        _write(report, load_peppers.newest_versions())
         _log.warning("reported the uses of a killed process", extra={"count": len(uses)})
     file.delete()
 
 
-def _write(report: _Report) -> bool:
+def store_report(
+    reporter_id: str,
+    number: int,
+    through: datetime,
+    uses: Sequence[Uses],
+    peppers: Mapping[str, int],
+    *,
+    is_final: bool,
+) -> bool:
+    """Store the report of a process without a log-in to the database. Return whether the reporter's row exists.
+
+    A number that is stored already adds nothing. `peppers`: its newest loaded version of each set; empty: it has none.
+    """
+    report = Report(reporter_id, number, through, is_final, [uses], set())
+    is_known = _write(report, peppers)
+    _notify_of_refused(report)
+    return is_known
+
+
+def _notify_of_refused(report: Report) -> None:
+    """Notify the receivers of refused keys in a stored report. One that fails must not stop the reports."""
+    if refused := {row[0] for rows in report.counted for row in rows if row[5] == _REFUSED}:
+        with log_failure(_log, "receivers were not notified of refused keys"):
+            keys_refused.send(None, key_ids=refused, now=report.through)
+
+
+def _write(report: Report, peppers: Mapping[str, int]) -> bool:
     """Add a report to the stored counts in one transaction. Return whether the reporter's row exists.
 
     Additions commute, so late and early reporters agree. A report that was already written adds nothing.
@@ -355,7 +419,6 @@ def _write(report: _Report) -> bool:
     before all buckets, these before all sources, and these before all keys.
     """
     stopped_at = report.through if report.is_final else None
-    peppers = load_peppers.newest_versions()
     rows = chain.from_iterable(report.counted)
     if connection.vendor == "postgresql":
         pieces = [_encode([(*row, name_source(row[2], row[3])) for row in portion]) for portion in _in_portions(rows)]
@@ -433,7 +496,7 @@ def add_to_buckets(rows: Iterable[Sequence[Any]], span: UseSpan, *, is_exposure:
 def _key_row(row: Uses) -> tuple[Any, ...]:
     """Return the values of `_ADD_TO_KEY`: one minute of a key."""
     minute = int(row[8] // 60)
-    minutes = (row[6], 0, None, None) if row[1] == ACKNOWLEDGEMENT else (0, 1, minute, minute)
+    minutes = (row[6], 0, None, None) if row[1] in WITHOUT_TRAFFIC else (0, 1, minute, minute)
     return (row[0], row[6], _at(row[7]), _at(row[8]), *minutes)
 
 
@@ -623,14 +686,14 @@ _KEYS = """
         coalesce(sum(count) FILTER (WHERE number IS NULL), 0), count(DISTINCT number), min(number), max(number)
     FROM (
         SELECT
-            *, CASE WHEN endpoint <> '<acknowledgement>' THEN (extract(epoch FROM minute) / 60)::int END AS number
+            *, CASE WHEN endpoint NOT IN (<without_traffic>) THEN (extract(epoch FROM minute) / 60)::int END AS number
         FROM used
         WHERE outcome = 'allowed'
     ) AS allowed
     WHERE (SELECT count(*) FROM attempts) >= 0
     GROUP BY key_id
     ORDER BY key_id
-""".replace("<acknowledgement>", ACKNOWLEDGEMENT)
+""".replace("<without_traffic>", ", ".join(f"'{name}'" for name in WITHOUT_TRAFFIC))
 _REPORT = """
     WITH reporter AS MATERIALIZED (
         SELECT report FROM keyvault_usagereporter WHERE reporter_id = $1 FOR UPDATE

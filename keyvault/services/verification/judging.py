@@ -1,7 +1,7 @@
 """Judge a presented key by every rule, for the entry points that look keys up in the database."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 
@@ -118,13 +118,17 @@ def explain_described(
 
 
 def record_buckets(
-    record: KeyRecord, endpoint: Endpoint, own_limit: Limit | None, endpoint_setting: str
+    record: KeyRecord,
+    endpoint: Endpoint,
+    own_limit: Limit | None,
+    endpoint_setting: str,
+    default_of: Callable[[Environment], Limit] = default_limit,
 ) -> tuple[Bucket, ...]:
     """Return the buckets to spend from. `own_limit` and `endpoint_setting`: the endpoint's, see `endpoint_limit`."""
     return account_buckets(
         record.account_id,
         record.kind,
-        limit_of(record.limit_count, record.limit_seconds) or default_limit(record.environment),
+        limit_of(record.limit_count, record.limit_seconds) or default_of(record.environment),
         endpoint.name,
         own_limit,
         account_setting=str(record.account_version),

@@ -110,6 +110,8 @@ class RefusalLog(FlushThread):
     outage: ClassVar[str] = "refusals could not be written; as many as fit are kept"
 
     clock: Callable[[], float] = monotonic
+    keeps_rows: bool = True
+    """Whether refusals are stored. A regional verifier, which has no database, only logs them."""
     _pending: list[_RefusalEntry] = field(default_factory=list)
     _seen: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Refusals in this period by key id ("" without one) and error code."""
@@ -176,7 +178,7 @@ class RefusalLog(FlushThread):
 
     def forget(self) -> None:
         """Reset in a forked child. The parent writes its own pending refusals and owns the thread."""
-        self.__init__(self.clock)  # type: ignore[misc]  # a dataclass's own
+        self.__init__(self.clock, self.keeps_rows)  # type: ignore[misc]  # a dataclass's own
 
     def _add(self, entry: _RefusalEntry) -> bool:
         """Queue a refusal if there is room. Return whether to log it.
@@ -192,7 +194,9 @@ class RefusalLog(FlushThread):
                 self._seen.clear()
             self._seen[reason] += 1
             times = self._seen[reason]
-            if times <= limit and len(self._pending) < _MAX_PENDING:
+            if not self.keeps_rows:
+                pass
+            elif times <= limit and len(self._pending) < _MAX_PENDING:
                 self._pending.append(entry)
                 self._start_if_reporting()
             else:

@@ -1,6 +1,7 @@
 """Jobs that do the work of all environments of a worker. Beat sends their message to the queue of each environment."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -29,6 +30,13 @@ class SharedJobs:
                 return False
             self._begun[job] = environment, at
             return True
+
+    def run(self, job: str, environment: str, work: Callable[[], object]) -> bool:
+        """Run the job if `begin` allows it, and return whether it ran. Raises the errors of the job."""
+        if not self.begin(job, environment):
+            return False
+        work()
+        return True
 
 
 shared_jobs = SharedJobs()

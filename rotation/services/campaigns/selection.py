@@ -18,6 +18,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Account, Credential, Key, KeyUse, MerchantStatus, WebhookEndpoint
+from keyvault.models.usage import HAS_TRAFFIC
 from rotation.domain.pacing import MAX_MEMBERS
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.states import CLOSED
@@ -181,7 +182,7 @@ def _with_facts(rows: "QuerySet[Any]") -> "QuerySet[Any]":
         active_keys=Count("keys", filter=active),
         active_at=Max("keys__activated_at", filter=active),
         active_until=Max("keys__expires_at", filter=active),
-        is_used=Exists(KeyUse.objects.filter(key__credential=OuterRef("pk"), key__state=KeyState.ACTIVE)),
+        is_used=Exists(KeyUse.objects.filter(HAS_TRAFFIC, key__credential=OuterRef("pk"), key__state=KeyState.ACTIVE)),
         is_rotating=Exists(open_rotation),
     )
     return annotated

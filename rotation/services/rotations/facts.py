@@ -7,7 +7,7 @@ from typing import Any
 
 from django.db.models import Q
 
-from keyvault.access.catalog import ACKNOWLEDGEMENT
+from keyvault.access.catalog import WITHOUT_TRAFFIC
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.ids import mint_id
@@ -197,7 +197,8 @@ def _traffic(key: Key) -> dict[str, Any]:
     use = KeyUse.objects.filter(key=key).first()
     if use is None or use.first_minute is None:
         return {}
-    used = UseContext.objects.filter(~Q(endpoint=ACKNOWLEDGEMENT), ~Q(source=""), key=key, outcome=UseOutcome.ALLOWED)
+    traffic = ~Q(endpoint__in=WITHOUT_TRAFFIC) & ~Q(source="")
+    used = UseContext.objects.filter(traffic, key=key, outcome=UseOutcome.ALLOWED)
     clients = used.order_by("source", "user_agent").values_list("source", "user_agent").distinct()[:_MAX_CLIENTS]
     # An acknowledgement may have come first. The end of the first minute of traffic is late rather than early.
     first_minute_end = datetime.fromtimestamp((use.first_minute + 1) * 60, UTC)

@@ -11,6 +11,7 @@ from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Credential, Key, KeyUse, WebhookEndpoint
+from keyvault.models.usage import HAS_TRAFFIC
 from keyvault.services.usage.reports import find_sources
 from rotation.domain.plan_fields import (
     FIELDS,
@@ -101,7 +102,7 @@ def _build_plan(credential: Credential, predecessor: Key, overrides: PlanOverrid
         for source in find_sources(predecessor.key_id).values()
         if source.name not in overrides.waived_sources
     ]
-    is_used = KeyUse.objects.filter(key=predecessor).exists()
+    is_used = KeyUse.objects.filter(HAS_TRAFFIC, key=predecessor).exists()
     key = KeyOutline(predecessor.key_id, predecessor.expires_at, is_used, max(gaps, default=0))
     return _make_plan(credential, key, overrides, now)
 

@@ -116,6 +116,15 @@ def find_introduction(key_id: str) -> Rotation | None:
     return _find(Q(replacement_id=key_id) & ~Q(state__in=[S.CANCELLED, S.REJECTED, S.EXPIRED, S.ROLLED_BACK]))
 
 
+def find_sealed(key_id: str) -> Rotation | None:
+    """Find the open rotation of this predecessor whose sealed replacement is delivered and not acknowledged."""
+    is_delivered = Q(delivered_at__isnull=False, handover__isnull=False, acknowledged_at=None)
+    is_ending = Q(state__in=[*CLOSED, S.ROLLING_BACK]) | Q(state=S.STALLED, stalled_from=S.ROLLING_BACK)
+    rotation = _find(Q(predecessor_id=key_id) & is_delivered & ~is_ending)
+    is_current = rotation is not None and rotation.handover["key_id"] == rotation.replacement_id
+    return rotation if is_current else None
+
+
 def subject_of(rotation_id: str) -> str:
     """Return the name of the lease on a rotation."""
     return f"rotation:{rotation_id}"

@@ -29,8 +29,9 @@ from keyvault.domain.keys import DEAD_STATES, KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.recipients import seal_to
-from keyvault.models import Credential, IssuanceRequest, Key
+from keyvault.models import Key
 from keyvault.services.keys.lifecycle import activate_key, discard_key, get_key, note_stored, stage_key
+from keyvault.services.keys.recipient_keys import find_recipient
 from keyvault.services.peppers.ring import refresh_peppers
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -89,8 +90,8 @@ class Effects:
     def keep(self, grant: Grant, rotation: Rotation) -> None:
         """Keep the string of a staged replacement that this turn does not deliver, so that another one can.
 
-        If the backend is unavailable, seal the replacement of a sealed credential now. For any other credential raise
-        the error; a later turn makes the replacement again.
+        If the backend is unavailable, seal the replacement now if it has a recipient key. Otherwise raise the error; a
+        later turn makes the replacement again.
         """
         held = self._held
         if rotation.state != S.STAGED or held is None or held.key_id != rotation.replacement_id:
@@ -137,7 +138,7 @@ class Effects:
         try:
             return newest_version(rotation.credential)
         except DependencyUnavailableError:
-            if find_recipient(rotation.credential) is None:
+            if _recipient_of(rotation) is None:
                 raise
             return None
 
@@ -154,7 +155,7 @@ class Effects:
                 held = _HeldKey(key.key_id, pending.text, pending.after)
                 handover = self._sealed(rotation, held.text)
             version = self._deploy(rotation, key, held)
-            if handover is None and version is not None and find_recipient(rotation.credential) is not None:
+            if handover is None and version is not None and _recipient_of(rotation) is not None:
                 # Written by a worker that died before it recorded the delivery and the handover.
                 handover = self._sealed(rotation, self._newest_text(key))
         except DependencyUnavailableError as error:
@@ -217,10 +218,10 @@ class Effects:
         return newest.secret if newest is not None and newest.labels.get("key_id") == key.key_id else None
 
     def _sealed(self, rotation: Rotation, text: Plaintext | None) -> dict[str, str] | None:
-        """Seal the replacement to the credential's recipient key; None without one, or without the string."""
+        """Seal the replacement to its recipient key; None without one, or without the string."""
         if rotation.handover is not None and rotation.handover["key_id"] == rotation.replacement_id:
             return dict(rotation.handover)
-        recipient = find_recipient(rotation.credential)
+        recipient = _recipient_of(rotation)
         if recipient is None or text is None or rotation.replacement_id is None:
             return None
         sealed = seal_to(recipient, text)
@@ -396,17 +397,16 @@ def announce_replacement(grant: Grant, rotation: Rotation) -> None:
     announce(grant, NoticeKind.REPLACEMENT_AVAILABLE, account, rotation.rotation_id, **payload)
 
 
-def find_recipient(credential: Credential) -> str | None:
-    """Find the public key that the credential's keys are sealed to; None unless they are delivered sealed."""
-    if credential.delivery != Delivery.SEALED:
-        return None
-    asked = IssuanceRequest.objects.filter(key__credential=credential).exclude(recipient_public_key="")
-    return asked.order_by("-created_at").values_list("recipient_public_key", flat=True).first()
+def _recipient_of(rotation: Rotation) -> str | None:
+    """Return the public key that the replacement is sealed to; None: it is not sealed."""
+    return find_recipient(rotation.credential, rotation.created_at)
 
 
 def _is_shown_to_requester(rotation: Rotation) -> bool:
     """Whether only the operator who requested the rotation receives the replacement, and has not collected it."""
     credential = rotation.credential
+    if rotation.handover is not None or _recipient_of(rotation) is not None:
+        return False
     is_shown_once = credential.delivery == Delivery.SHOW_ONCE and credential.kind == KeyKind.PRIVATE
     return is_shown_once and rotation.requested_via_id is None and rotation.collected_at is None
 

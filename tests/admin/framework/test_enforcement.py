@@ -38,6 +38,7 @@ from keyvault.models import (
 from keyvault.models.recording import collect_subjects
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.lifecycle import last_sequence
+from keyvault.services.keys.recipient_keys import set_recipient_key
 from keyvault.services.limits.overrides import set_endpoint_limit
 from keyvault.services.operator_changes import request_factor_reset
 from keyvault.services.secrets.provider_connections import set_connection
@@ -63,17 +64,25 @@ from tests.factories import (
     now,
     request_key,
 )
+from tests.rotation.scene import holder_of
 
 ANY_ROLE = frozenset(P)
+RECIPIENT = "3p7bfXt9wbTTW2HC7OQ1Nz-DQ8hbeGdNrfx-FG-IK08"
+"""An X25519 public key."""
 
 MATRIX: dict[str, frozenset[P]] = {
     "index": ANY_ROLE,
+    "search": ANY_ROLE,
+    "environment": ANY_ROLE,
     "everything else": ANY_ROLE,
     "second_factors": ANY_ROLE,
     "add_totp": ANY_ROLE,
     "add_passkey": ANY_ROLE,
     "recovery_codes": ANY_ROLE,
     "remove_second_factor": ANY_ROLE,
+    "choices_merchants": frozenset({P.MERCHANTS_READ}),
+    "choices_credentials": frozenset({P.KEYS_READ}),
+    "choices_calendars": frozenset({P.ROTATIONS_READ}),
     "keyvault_merchant_changelist": frozenset({P.MERCHANTS_READ}),
     "keyvault_merchant_change": frozenset({P.MERCHANTS_READ}),
     "keyvault_merchant_create": frozenset({P.MERCHANTS_WRITE}),
@@ -135,6 +144,10 @@ MATRIX: dict[str, frozenset[P]] = {
     "incident_receipt": frozenset({P.KEYS_REPORT_COMPROMISE}),
     "keyvault_credential_compromised": frozenset({P.KEYS_REPORT_COMPROMISE}),
     "keyvault_credential_reissue": frozenset({P.ROTATIONS_WRITE}),
+    "keyvault_recipientkey_changelist": frozenset({P.KEYS_READ}),
+    "keyvault_recipientkey_change": frozenset({P.KEYS_READ}),
+    "keyvault_recipientkey_approve": frozenset({P.RECIPIENTS_APPROVE}),
+    "keyvault_recipientkey_withdraw": frozenset({P.RECIPIENTS_WITHDRAW}),
     "keyvault_issuancerequest_changelist": frozenset({P.ISSUANCE_READ}),
     "keyvault_issuancerequest_change": frozenset({P.ISSUANCE_READ}),
     "keyvault_issuancerequest_request": frozenset({P.ISSUANCE_REQUEST}),
@@ -290,6 +303,9 @@ def every_row(desk: Desk) -> dict[str, Model]:
         "keyvault_account": desk.sandbox,
         "keyvault_credential": key.credential,
         "keyvault_key": key,
+        "keyvault_recipientkey": set_recipient_key(
+            grant(holder_of(rotated), P.RECIPIENTS_WRITE, desk.production), rotated, RECIPIENT
+        ),
         "keyvault_issuancerequest": request_key(desk.production, by=desk.tam),
         "keyvault_servicetoken": token,
         "keyvault_auditentry": AuditEntry.objects.latest("id"),

@@ -36,6 +36,7 @@ STEP_UP_ACTIONS = {
     "keyvault_operatorchange_approve",
     "keyvault_key_show",
     "keyvault_merchant_offboard",
+    "keyvault_recipientkey_approve",
     "keyvault_servicetoken_create",
     "keyvault_servicetoken_revoke",
     "keyvault_servicetoken_rotate",

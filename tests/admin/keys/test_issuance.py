@@ -244,4 +244,4 @@ def test_issuance_collected_before_it_is_issued_is_a_conflict(desk: Desk) -> Non
 def test_issuance_in_progress_shows_it(desk: Desk) -> None:
     row = request_key(desk.sandbox, by=desk.tam)
     text = text_of(browser(desk.tam).get(address("keyvault_issuancerequest_change", row.pk)))
-    assert '<meta http-equiv="refresh" content="3; url=?refreshed">' in text
+    assert '<noscript><meta http-equiv="refresh" content="5; url=?refreshed=">' in text

@@ -109,8 +109,8 @@ def test_sessions_page_lists_the_operators_own_and_marks_the_current_one(desk: D
     text = text_of(here.get(address("keyvault_consolesession_changelist")))
     assert "Firefox 128 on Linux" in text
     assert ("192.0.2.1" in text, "192.0.2.2" in text) == (True, True)
-    assert text.count('<span class="badge badge-current">') == 1
-    assert text.count('<span class="badge badge-active">') == 1
+    assert text.count('<span class="badge badge-current badge-good">') == 1
+    assert text.count('<span class="badge badge-active badge-good">') == 1
     assert row_of(other).pk not in text
     detail = address("keyvault_consolesession_change", row_of(here).pk)
     assert "Sign out to end it" in text_of(here.get(detail))

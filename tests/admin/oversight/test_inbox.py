@@ -32,7 +32,7 @@ def test_inbox_lists_alarms_first(desk: Desk) -> None:
     create_notice(desk, NOTIFICATION, "k" * 16)
     text = text_of(browser(desk.auditor).get(LIST))
     assert text.index('<a href="/admin/keyvault/notice/') > 0
-    rows = re.findall(r'badge badge-(unseen|seen|notice)"', text)
+    rows = re.findall(r"badge badge-(unseen|seen|notice) ", text)
     assert rows == ["unseen", "notice"]
 
 
@@ -41,19 +41,19 @@ def test_inbox_filters_by_status(desk: Desk, what: str | None, count: int) -> No
     create_notice(desk)
     create_notice(desk, NOTIFICATION, "k" * 16)
     text = text_of(browser(desk.auditor).get(LIST, {} if what is None else {"what": what}))
-    assert len(re.findall(r'badge badge-(?:unseen|notice)"', text)) == count
+    assert len(re.findall(r"badge badge-(?:unseen|notice) ", text)) == count
 
 
 def test_inbox_counts_unseen_alarms_on_every_page_and_on_the_front(desk: Desk) -> None:
     """Every page of the console shows the unseen alarms."""
     client = browser(desk.approver)
-    assert "No items:" in text_of(client.get("/admin/"))
-    assert '<span class="count">' not in text_of(client.get("/admin/keyvault/key/"))
+    assert "all caught up" in text_of(client.get("/admin/"))
+    assert '<span class="count count-urgent">' not in text_of(client.get("/admin/keyvault/key/"))
     notice = create_notice(desk)
     front = text_of(client.get("/admin/"))
     assert "Unseen alarms" in front
     assert address("keyvault_notice_change", notice.pk) in front
-    assert '<span class="count">1</span>' in text_of(client.get("/admin/keyvault/key/"))
+    assert '<span class="count count-urgent">1</span>' in text_of(client.get("/admin/keyvault/key/"))
 
 
 def test_notice_links_its_subject(desk: Desk) -> None:

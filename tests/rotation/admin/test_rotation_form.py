@@ -55,7 +55,7 @@ def fault_at(answer: Any, name: str) -> str:
     assert answer.status_code == 400
     rows = re.findall(r'<div class="form-row errors">.*?<div class="input">.*?name="(\w+)"', text_of(answer), re.DOTALL)
     beside = re.findall(
-        r'<div class="form-row errors">\s*<ul class="errorlist"[^>]*><li>(.*?)</li>', text_of(answer), re.DOTALL
+        r'<div class="form-row errors">.*?<ul class="errorlist"[^>]*><li>(.*?)</li>', text_of(answer), re.DOTALL
     )
     assert name in rows, (rows, beside)
     return html.unescape(beside[rows.index(name)])
@@ -148,7 +148,7 @@ def test_form_with_an_error_shows_it_at_the_field(desk: Desk, fields: Any, name:
 def test_form_opens_the_group_with_the_error_only(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     groups = re.findall(
-        r'<details class="module group"( open)?>\s*<summary>(\w+)', text_of(ask(desk, key, quiet_seconds="soon"))
+        r'<details class="card group"( open)?>\s*<summary>(\w+)', text_of(ask(desk, key, quiet_seconds="soon"))
     )
     assert [title for is_open, title in groups if is_open] == ["Retiring"]
     assert len(groups) == 5

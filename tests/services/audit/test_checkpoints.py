@@ -18,13 +18,13 @@ from django.db import connection, transaction
 from django.db.models import F
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
+from keyvault_client.export_check import ExportCheck
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.backends import meters
 from keyvault.backends.base import BackendUnavailableError, Mount
 from keyvault.backends.vault.layout import SecretsEngine
-from keyvault_client.export_check import ExportCheck
 from keyvault.domain.audit import Break, entry_bytes, entry_hash
 from keyvault.domain.audit_records import gather_kept, parse_record, record_line
 from keyvault.domain.checkpoints import (

@@ -399,6 +399,23 @@ def test_attempts_by_many_sources_of_one_kind_do_not_hide_the_other(key: Key, mo
     ]
 
 
+def test_attempts_are_the_latest_and_those_of_clients_that_are_not_distinguished(
+    key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: the cost does not grow with the sources of a key, and a fleet does not hide the others' attempts."""
+    monkeypatch.setattr(reports, "MAX_SOURCES", 2)
+    use(key, "", user_agent="", at=NOON)
+    use(key, "", user_agent="", outcome=REFUSED, at=NOON + HOUR)
+    for number in range(3):
+        use(key, f"192.0.{number}.1", at=NOON)
+        use(key, f"192.0.{number}.1", outcome=REFUSED, at=NOON + 2 * HOUR + timedelta(minutes=number))
+    assert list_attempts(key.key_id, NOON + HOUR) == [
+        UseAttempt("192.0.2.0/24 shop", NOON + 2 * HOUR + timedelta(minutes=2), is_known=True),
+        UseAttempt("192.0.1.0/24 shop", NOON + 2 * HOUR + timedelta(minutes=1), is_known=True),
+        UseAttempt("others", NOON + HOUR, is_known=False),
+    ]
+
+
 def test_unknown_source_is_found_behind_many_newer_clients_of_known_ones(
     key: Key, monkeypatch: pytest.MonkeyPatch
 ) -> None:

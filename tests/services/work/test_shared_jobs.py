@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 
+from keyvault.backends import meters
 from keyvault.services import maintenance
 from keyvault.services.webhooks import deliveries
 from keyvault.services.work import shared_jobs
@@ -49,12 +50,25 @@ def test_shared_jobs_run_when_they_are_called_without_a_message(times: list[floa
     [(issue_approved, maintenance, "issue_due"), (deliver_webhooks, deliveries, "deliver_due")],
 )
 def test_shared_jobs_task_of_a_second_environment_does_no_work(
-    times: list[float], monkeypatch: pytest.MonkeyPatch, task: Callable[[str], None], module: ModuleType, work: str
+    times: list[float], monkeypatch: pytest.MonkeyPatch, task: Callable[[str], bool], module: ModuleType, work: str
 ) -> None:
     """Its thread is free for other messages: webhooks hold one of the worker's four threads."""
     runs = []
     monkeypatch.setattr("keyvault.tasks.shared_jobs", SharedJobs())
     monkeypatch.setattr(module, work, lambda: runs.append("run"))
-    task("sandbox")
-    task("production")
+    assert task("sandbox")
+    assert not task("production")
     assert runs == ["run"]
+
+
+def test_shared_jobs_task_that_fails_is_not_counted_as_done_for_a_second_environment(
+    times: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: the metrics of a task that always fails show no success, so that the alert about it fires."""
+    counted: list[tuple[str, bool]] = []
+    monkeypatch.setattr("keyvault.tasks.shared_jobs", SharedJobs())
+    monkeypatch.setattr(maintenance, "issue_due", lambda: 1 / 0)
+    monkeypatch.setattr(meters, "note_task", lambda task, seconds, *, is_done: counted.append((task, is_done)))
+    for environment in ("sandbox", "production"):
+        issue_approved.apply((environment,))
+    assert counted == [("keyvault.tasks.issue_approved", False)]

@@ -1,0 +1,337 @@
+"""Readers: verifiers that follow the change feed over HTTP and have no log-in to the database.
+
+A reader is a verifier like any other: receipts wait for it, and a rotation's silence waits for its reports. Each
+response lets it answer from memory for its token's staleness bound, counted from before the feed was polled.
+
+**Guarantee.** No reader answers by the earlier state after the receipt of a change is complete. `read_changes` first
+writes that the reader is alive and then polls, so a change that the poll does not show is committed later, and its
+receipt waits for the reader: until it confirms the change, or until it has been stale for half its bound.
+
+**Position.** `after` is a confirmed sequence that an earlier response offered: every change up to it was in that
+response or an earlier one. Changes above it are in every response until a later sequence is confirmed, so a reader
+applies some of them again. Changes that a live reader has not confirmed are not deleted (`forget_old_changes`). A
+reader whose position was never offered by this database has seen changes that it lacks: it starts again.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from django.db import transaction
+from django.db.models import Model
+from django.db.models.functions import Now
+
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import Service
+from keyvault.domain.errors import (
+    CursorExpiredError,
+    DependencyUnavailableError,
+    Fault,
+    RequestInvalidError,
+    StateConflictError,
+)
+from keyvault.domain.ids import Subject
+from keyvault.models import (
+    Confirmation,
+    Credential,
+    CustomerToken,
+    FeedReader,
+    Key,
+    ServiceToken,
+    UsageReporter,
+    Verifier,
+)
+from keyvault.models.usage import UseOutcome
+from keyvault.services.change_feed.follower import find_confirmed_here
+from keyvault.services.change_feed.receipts import MAX_SEQUENCE
+from keyvault.services.recording.changes import Row, poll_feed
+from keyvault.services.recording.signals import changes_confirmed
+from keyvault.services.usage.recorder import LOST_AFTER, Uses, register_reporter, store_report
+from keyvault.services.work.deletion import delete_batch
+
+DOOR: Final = "reader"
+"""The entry point of readers, shown in receipts."""
+
+MAX_NAME_LENGTH: Final = 40
+MAX_CHANGES: Final = 2_000
+"""Maximum changes in one response. A reader that is further behind starts again."""
+
+MAX_USES: Final = 2_000
+"""Maximum rows of one usage report."""
+
+_FORGOTTEN_AFTER: Final = timedelta(hours=1)
+"""A reader that is silent for longer starts again."""
+
+_OLDEST_USE: Final = timedelta(days=1)
+"""Maximum age of a reported use."""
+
+_CONFIRM_SECONDS: Final = 1.0
+_CONFIRM_PAUSE_SECONDS: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ReadChanges:
+    """Result of one read.
+
+    `sequence`: the confirmed sequence to read on from. `rows`: the visible changes above `after`, within the token's
+    scope. `staleness_seconds`: how long the reader may answer from memory.
+    """
+
+    reader_id: str
+    sequence: int
+    rows: list[Row]
+    staleness_seconds: int
+
+
+def read_changes(service: Service, name: str, after: int | None, now: datetime) -> ReadChanges:
+    """Read the changes after a sequence. `after` None: register a reader, whose memory is empty.
+
+    Raises CursorExpiredError when the reader must start again, StateConflictError when the token has too many readers,
+    DependencyUnavailableError when open transactions delay the first position.
+    """
+    began_at = time.monotonic()
+    token = ServiceToken.objects.get(pk=service.token_id)
+    staleness = token.max_staleness_seconds
+    reader_id = _id_of(service, name)
+    if after is None:
+        _register(service, reader_id, token, now)
+        confirmed, rows = _first_position(), []
+        # Its memory is empty, so no receipt has to wait for its first confirmation.
+        Verifier.objects.filter(pk=reader_id, confirmed_sequence__lt=confirmed).update(confirmed_sequence=confirmed)
+    else:
+        _renew(reader_id, token, after, now)
+        # Before the poll: each of these changes is visible to it.
+        confirmed_here = find_confirmed_here()
+        if time.monotonic() - began_at > staleness / 4:
+            raise DependencyUnavailableError("The database did not answer in time. Read again.")
+        batch = poll_feed(after)
+        rows = batch.rows
+        if len(rows) > MAX_CHANGES:
+            raise CursorExpiredError(f"There are more than {MAX_CHANGES} changes. Start again with an empty memory.")
+        confirmed = max(after, min(confirmed_here, batch.drawn) if batch.holders else batch.drawn)
+    FeedReader.objects.filter(pk=reader_id, offered_sequence__lt=confirmed).update(offered_sequence=confirmed)
+    return ReadChanges(reader_id, confirmed, _in_scope(service, rows), staleness)
+
+
+def confirm_changes(service: Service, name: str, sequence: int, now: datetime) -> str:
+    """Record that a reader has applied every change up to a sequence that was offered to it. Return the reader's id.
+
+    Repeatable. Raises CursorExpiredError for an unknown reader, StateConflictError for a sequence never offered.
+    """
+    reader = FeedReader.objects.filter(pk=_id_of(service, name)).first()
+    row = None if reader is None else Verifier.objects.filter(pk=reader.pk, stopped_at__isnull=True).first()
+    if reader is None or row is None:
+        raise CursorExpiredError("The reader is unknown. Start again with an empty memory.")
+    if sequence > reader.offered_sequence:
+        raise StateConflictError(
+            f"The sequence {sequence} was not offered to this reader. Confirm at most {reader.offered_sequence}."
+        )
+    above = row.confirmed_sequence
+    if sequence > above:
+        with transaction.atomic():
+            Verifier.objects.filter(pk=reader.pk, confirmed_sequence__lt=sequence).update(confirmed_sequence=sequence)
+            Confirmation.objects.bulk_create(
+                [Confirmation(verifier_id=reader.pk, sequence=sequence, at=Now())], ignore_conflicts=True
+            )
+        changes_confirmed.send(None, above=above, through=sequence, now=now)
+    return reader.pk
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport:
+    """A reader's numbered report: all its uses up to `flushed_through` are in it or in an earlier one.
+
+    `peppers`: the newest version that it has loaded of each set; empty: it has none. `is_final`: it deregisters.
+    """
+
+    number: int
+    flushed_through: datetime
+    uses: Sequence["ReportedUse"]
+    peppers: dict[str, int]
+    is_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedUse:
+    key_id: str
+    endpoint: str
+    source: str
+    user_agent: str
+    origin: str
+    outcome: UseOutcome
+    count: int
+    first_at: datetime
+    last_at: datetime
+
+
+def report_usage(service: Service, name: str, report: UsageReport, now: datetime) -> str:
+    """Store a report; a repeated number adds nothing. Return the reader's id.
+
+    Raises CursorExpiredError for an unknown reader, and RequestInvalidError for a key outside the token's scope or a
+    time that the clocks of reader and server do not allow.
+    """
+    reader_id = _id_of(service, name)
+    if not FeedReader.objects.filter(pk=reader_id).exists():
+        raise CursorExpiredError("The reader is unknown. Start again with an empty memory.")
+    faults = [*_time_faults(report, now), *_key_faults(service, report.uses)]
+    if faults:
+        raise RequestInvalidError("The usage report is invalid.", faults)
+    uses = [_row_of(service, use) for use in report.uses]
+    through, is_final = report.flushed_through, report.is_final
+    if not store_report(reader_id, report.number, through, uses, report.peppers, is_final=is_final):
+        raise CursorExpiredError("The reader is unknown. Start again with an empty memory.")
+    if is_final:
+        with transaction.atomic():
+            Verifier.objects.filter(pk=reader_id).update(stopped_at=Now())
+            FeedReader.objects.filter(pk=reader_id).delete()
+    return reader_id
+
+
+def forget_old_readers(now: datetime) -> None:
+    """Delete a batch of readers that were silent for an hour. Their rows as verifiers stay, for receipts."""
+    old = FeedReader.objects.filter(created_at__lt=now - _FORGOTTEN_AFTER).order_by("created_at")
+    alive = Verifier.objects.filter(
+        door=DOOR, stopped_at__isnull=True, seen_at__gte=now - _FORGOTTEN_AFTER
+    ).values_list("pk")
+    delete_batch(old.exclude(pk__in=alive))
+
+
+def _id_of(service: Service, name: str) -> str:
+    return f"{service.lineage}.{name}"
+
+
+def _register(service: Service, reader_id: str, token: ServiceToken, now: datetime) -> None:
+    with transaction.atomic():
+        # Two readers that register at once must not both take the last place.
+        ServiceToken.objects.select_for_update(of=("self",)).get(pk=token.pk)
+        known = FeedReader.objects.filter(pk=reader_id).exists()
+        if not known:
+            _require_room(service, token)
+        FeedReader.objects.update_or_create(
+            pk=reader_id, defaults={"lineage": service.lineage, "offered_sequence": 0, "created_at": now}
+        )
+        alive = {"seen_at": Now(), "staleness_ms": _staleness_ms(token), "stopped_at": None}
+        Verifier.objects.update_or_create(
+            pk=reader_id, defaults=alive, create_defaults={**alive, "door": DOOR, "started_at": Now()}
+        )
+        if UsageReporter.objects.filter(pk=reader_id).exists():
+            UsageReporter.objects.filter(pk=reader_id).update(stopped_at=None, lost_at=None, flushed_through_at=now)
+        else:
+            register_reporter(reader_id, service.scope.environments, {}, now)
+
+
+def _require_room(service: Service, token: ServiceToken) -> None:
+    """Raise StateConflictError when the token has as many live readers as it may have."""
+    readers = FeedReader.objects.filter(lineage=service.lineage).values_list("pk")
+    rows = Verifier.objects.filter(pk__in=readers, stopped_at__isnull=True).annotate(now=Now())
+    live = sum(row.seen_at + timedelta(milliseconds=row.staleness_ms) >= row.now for row in rows)
+    if live >= token.max_readers:
+        raise StateConflictError(
+            f"The token has {live} readers already, and may have {token.max_readers}. Stop one, or use another token."
+        )
+
+
+def _renew(reader_id: str, token: ServiceToken, after: int, now: datetime) -> None:
+    """Write that the reader is alive, before the feed is polled. Raises CursorExpiredError."""
+    reader = FeedReader.objects.filter(pk=reader_id).first()
+    row = Verifier.objects.filter(pk=reader_id, stopped_at__isnull=True).annotate(now=Now()).first()
+    if reader is None or row is None or not row.confirmed_sequence <= after <= reader.offered_sequence:
+        raise CursorExpiredError("The reader is unknown, or fell behind. Start again with an empty memory.")
+    if row.now - row.seen_at >= timedelta(seconds=token.max_staleness_seconds / 4):
+        Verifier.objects.filter(pk=reader_id).update(seen_at=Now(), staleness_ms=_staleness_ms(token))
+
+
+def _staleness_ms(token: ServiceToken) -> int:
+    """Return how long receipts wait for a silent reader after `seen_at`.
+
+    A read may come a quarter of the bound after `seen_at`, and take as long until its poll.
+    """
+    return 1500 * token.max_staleness_seconds
+
+
+def _first_position() -> int:
+    """Return a confirmed sequence for a reader with an empty memory. Raises DependencyUnavailableError."""
+    confirmed_here = find_confirmed_here()
+    batch = poll_feed(MAX_SEQUENCE)
+    if not batch.holders:
+        return batch.drawn
+    if confirmed_here:
+        return min(confirmed_here, batch.drawn)
+    last_drawn, holders = batch.drawn, batch.holders
+    until = time.monotonic() + _CONFIRM_SECONDS
+    while time.monotonic() < until:
+        time.sleep(_CONFIRM_PAUSE_SECONDS)
+        holders &= poll_feed(MAX_SEQUENCE).holders
+        if not holders:
+            return last_drawn
+    raise DependencyUnavailableError("Open transactions delay the first position. Try again.")
+
+
+def _in_scope(service: Service, rows: Iterable[Row]) -> list[Row]:
+    """Return the rows about accounts within the token's scope, and about the endpoints, which concern all of them."""
+    rows = list(rows)
+    keys = _accounts_of(rows, "key", Key, "key_id", "credential__account__")
+    credentials = _accounts_of(rows, "credential", Credential, "credential_id", "account__")
+    tokens = _accounts_of(rows, "customer_token", CustomerToken, "token_id", "account__")
+    known = {**keys, **credentials, **tokens}
+    return [row for row in rows if _is_in_scope(service, row.subject, known)]
+
+
+def _accounts_of(
+    rows: Iterable[Row], kind: str, model: type[Model], column: str, account: str
+) -> dict[Subject, tuple[str, str]]:
+    """Return merchant id and environment of each subject of the kind, in one query."""
+    ids = {identity for row in rows for found, identity in (row.subject,) if found == kind}
+    if not ids:
+        return {}
+    columns = (column, f"{account}merchant_id", f"{account}environment")
+    found = model._default_manager.filter(**{f"{column}__in": ids}).values_list(*columns)
+    return {(kind, identity): (merchant_id, environment) for identity, merchant_id, environment in found}
+
+
+def _is_in_scope(service: Service, subject: Subject, known: dict[Subject, tuple[str, str]]) -> bool:
+    kind, identity = subject
+    scope = service.scope
+    if subject in known:
+        return scope.has(*known[subject])
+    if kind == "endpoint":
+        return True
+    if kind == "service_token":
+        return Permission.KEYS_REPLICATE_DIGESTS in service.permissions
+    if kind == "merchant":
+        return scope.merchants is None or identity in scope.merchants
+    # An account is "acme/sandbox"; a limit is "acme/sandbox orders.create", or "sandbox orders.create" of all.
+    merchant_id, _, environment = identity.partition(" ")[0].rpartition("/")
+    if kind in {"account", "limit"}:
+        return scope.has(merchant_id, environment) if merchant_id else environment in scope.environments
+    return False
+
+
+def _time_faults(report: UsageReport, now: datetime) -> Iterable[Fault]:
+    latest = now + LOST_AFTER
+    if report.flushed_through > latest:
+        yield Fault("/flushed_through", f"is later than the server's time, {now.isoformat()}; correct the clock")
+    for number, use in enumerate(report.uses):
+        if not now - _OLDEST_USE <= use.first_at <= use.last_at <= latest:
+            yield Fault(
+                f"/uses/{number}",
+                f"first_at and last_at must be in this order, within {_OLDEST_USE.days} day before now",
+            )
+
+
+def _key_faults(service: Service, uses: Sequence[ReportedUse]) -> Iterable[Fault]:
+    columns = ("key_id", "credential__account__merchant_id", "account_environment")
+    found = Key.objects.filter(key_id__in={use.key_id for use in uses}).values_list(*columns)
+    known = {key_id for key_id, *account in found if service.scope.has(*account)}
+    for number, use in enumerate(uses):
+        if use.key_id not in known:
+            yield Fault(f"/uses/{number}/key_id", "there is no such key within the token's scope")
+
+
+def _row_of(service: Service, use: ReportedUse) -> Uses:
+    outcome = UseOutcome.PROBED if service.is_probe else use.outcome
+    first, last = use.first_at.timestamp(), use.last_at.timestamp()
+    source = use.source or service.token_id
+    return (use.key_id, use.endpoint, source, use.user_agent, use.origin, outcome.value, use.count, first, last)

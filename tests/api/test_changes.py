@@ -1,0 +1,339 @@
+"""The change feed over HTTP: what readers see, what they hold back, and what a token may read."""
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+from django.db.models import QuerySet
+from django.test import Client
+
+from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
+from keyvault.domain.environments import Environment
+from keyvault.domain.keystring import StringScope
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Change, FeedReader, Key, KeyUse, ServiceToken, UsageReporter, UseContext, Verifier
+from keyvault.services.change_feed import readers
+from keyvault.services.change_feed.readers import forget_old_readers
+from keyvault.services.change_feed.receipts import find_receipt
+from keyvault.services.keys.lifecycle import get_key, revoke_key
+from keyvault.services.usage.recorder import observe
+from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.database]
+"""On PostgreSQL the transaction around an ordinary test would be one that may still reveal a change."""
+
+Send = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def merchants(db: None) -> None:
+    make_merchant("acme")
+    make_merchant("globex")
+
+
+def sender(*permissions: P, **options: Any) -> Send:
+    """Return a function that sends JSON with a new service token."""
+    text = make_token(*(permissions or (P.KEYS_REPLICATE,)), **options)[1].reveal()
+    client = Client(raise_request_exception=False)
+
+    def send(method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> Any:
+        headers = {"Authorization": f"Bearer {text}"}
+        if method == "GET":
+            response: Any = client.get(path, query, headers=headers)
+        else:
+            response = client.post(path, body, content_type="application/json", headers=headers)
+        response.body = response.json()
+        return response
+
+    return send
+
+
+@pytest.fixture
+def send() -> Send:
+    return sender()
+
+
+def read(send: Send, after: int | None = None, reader: str = "r1", **query: Any) -> Any:
+    query |= {} if after is None else {"after": after}
+    return send("GET", "/v1/changes", reader=reader, **query)
+
+
+def begin(send: Send, reader: str = "r1") -> int:
+    response = read(send, reader=reader)
+    assert response.status_code == 200, response.content
+    assert response.body["changes"] == []
+    return int(response.body["sequence"])
+
+
+def confirm(send: Send, sequence: int, reader: str = "r1") -> Any:
+    return send("POST", "/v1/changes/confirmations", {"reader": reader, "sequence": sequence})
+
+
+def report(send: Send, number: int, uses: list[dict[str, Any]] | None = None, **fields: Any) -> Any:
+    body = {"reader": "r1", "number": number, "flushed_through": now().isoformat(), "uses": uses or [], **fields}
+    return send("POST", "/v1/usage-reports", body)
+
+
+def use(key_id: str, **fields: Any) -> dict[str, Any]:
+    at = now().isoformat()
+    plain = {"endpoint": "orders.create", "source": "192.0.2.1", "user_agent": "shop/1", "outcome": "allowed"}
+    return {"key_id": key_id, **plain, "count": 3, "first_at": at, "last_at": at, **fields}
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def revoke(key: Key) -> int:
+    admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
+    row = get_key(key.key_id)
+    assert row is not None
+    sequence = revoke_key(
+        grant(admin, P.KEYS_REVOKE, row.credential.account), row, RevocationReason.SUPERSEDED
+    ).sequence
+    assert sequence is not None
+    return sequence
+
+
+def progress(sequence: int, name: str = "r1") -> list[str]:
+    receipt = find_receipt(sequence)
+    assert receipt is not None
+    return [each.progress.value for each in receipt.verifiers if each.verifier_id.endswith(f".{name}")]
+
+
+def test_reader_sees_a_change_with_its_record_and_holds_the_receipt_until_it_confirms(send: Send) -> None:
+    """Guarantee: the receipt of a revocation waits for a reader until it has confirmed the revocation."""
+    key, _ = issue(account())
+    after = begin(send)
+    sequence = revoke(key)
+    assert progress(sequence) == ["waiting"]
+    response = read(send, after)
+    assert response.body["sequence"] >= sequence
+    changes = {each["sequence"]: each for each in response.body["changes"]}
+    change = changes[sequence]
+    assert (change["kind"], change["id"]) == ("key", key.key_id)
+    assert (change["record"]["state"], change["record"]["merchant_id"]) == ("deactivated", "acme")
+    assert progress(sequence) == ["waiting"]
+    assert confirm(send, response.body["sequence"]).status_code == 200
+    assert progress(sequence) == ["confirmed"]
+    assert confirm(send, response.body["sequence"]).status_code == 200
+    assert read(send, response.body["sequence"]).body["changes"] == []
+
+
+def test_changes_come_again_until_a_later_sequence_is_read_from(send: Send) -> None:
+    """Guarantee: a response that never arrived loses no change."""
+    key, _ = issue(account())
+    after = begin(send)
+    revoke(key)
+    first, second = read(send, after), read(send, after)
+    assert first.body["changes"] == second.body["changes"] != []
+
+
+def test_neither_digests_nor_peppers_leave_the_service(send: Send) -> None:
+    """Guarantee: what a reader without the other permission receives verifies no key."""
+    key, _ = issue(account())
+    after = begin(send)
+    revoke(key)
+    for response in (
+        read(send, after),
+        send("GET", "/v1/snapshot/keys", key_ids=key.key_id),
+        send("GET", "/v1/snapshot"),
+    ):
+        assert response.status_code == 200
+        assert b"digest" not in response.content
+        assert b"pepper" not in response.content
+    digests = sender(P.KEYS_REPLICATE, P.KEYS_REPLICATE_DIGESTS, name="region")
+    assert "digest" in digests("GET", "/v1/snapshot/keys", key_ids=key.key_id).body["keys"][0]
+
+
+def test_silent_reader_holds_the_receipt_for_its_staleness_bound_only(send: Send) -> None:
+    key, _ = issue(account())
+    begin(send)
+    sequence = revoke(key)
+    row = Verifier.objects.get(pk__endswith=".r1")
+    assert row.staleness_ms == 15_000
+    Verifier.objects.filter(pk=row.pk).update(seen_at=row.seen_at - timedelta(seconds=14))
+    assert progress(sequence) == ["waiting"]
+    Verifier.objects.filter(pk=row.pk).update(seen_at=row.seen_at - timedelta(seconds=16))
+    assert progress(sequence) == ["expired"]
+
+
+def test_read_extends_the_wait_of_receipts_before_it_answers(send: Send) -> None:
+    """Guarantee: a response lets a reader use its memory no longer than receipts wait for it."""
+    after = begin(send)
+    row = Verifier.objects.get(pk__endswith=".r1")
+    Verifier.objects.filter(pk=row.pk).update(seen_at=row.seen_at - timedelta(seconds=20))
+    order = []
+    poll, renew = readers.poll_feed, readers._renew
+    with (
+        mock.patch.object(readers, "poll_feed", lambda above: order.append("poll") or poll(above)),
+        mock.patch.object(readers, "_renew", lambda *given: order.append("renew") or renew(*given)),
+    ):
+        assert read(send, after).status_code == 200
+    assert order == ["renew", "poll"]
+    assert Verifier.objects.get(pk=row.pk).seen_at >= row.seen_at
+
+
+@pytest.mark.parametrize("after", [0, 10**15])
+def test_position_that_was_never_offered_starts_again(send: Send, after: int) -> None:
+    """Guarantee: a reader that knows changes which a restored database lacks drops its memory."""
+    assert confirm(send, begin(send)).status_code == 200
+    if after == 0:
+        issue(account())
+        confirm(send, read(send, Verifier.objects.get(pk__endswith=".r1").confirmed_sequence).body["sequence"])
+    response = read(send, after)
+    assert (response.status_code, response.body["code"]) == (410, "cursor_expired")
+
+
+def test_unknown_reader_starts_again(send: Send) -> None:
+    for response in (read(send, 0), confirm(send, 0), report(send, 1)):
+        assert (response.status_code, response.body["code"]) == (410, "cursor_expired")
+
+
+def test_sequence_that_was_never_offered_cannot_be_confirmed(send: Send) -> None:
+    """Guarantee: no reader completes receipts of changes that it has not been sent."""
+    key, _ = issue(account())
+    begin(send)
+    sequence = revoke(key)
+    response = confirm(send, sequence)
+    assert (response.status_code, response.body["code"]) == (409, "state_conflict")
+    assert progress(sequence) == ["waiting"]
+
+
+def test_reader_that_is_far_behind_starts_again(send: Send, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_CHANGES", 1)
+    after = begin(send)
+    for _ in range(2):
+        revoke(issue(account())[0])
+    assert read(send, after).status_code == 410
+    assert read(send, begin(send)).status_code == 200
+
+
+def test_token_caps_its_readers(send: Send) -> None:
+    for name in ("a", "b"):
+        begin(send, name)
+    QuerySet(ServiceToken).update(max_readers=2)
+    response = read(send, reader="c")
+    assert (response.status_code, response.body["code"]) == (409, "state_conflict")
+    begin(send, "a")  # one that is known may start again
+    Verifier.objects.filter(pk__endswith=".b").update(seen_at=now() - timedelta(minutes=1))
+    begin(send, "c")
+
+
+def test_token_of_one_merchant_sees_only_its_changes() -> None:
+    """Guarantee: a token learns nothing of merchants and environments outside its scope."""
+    narrow = sender(P.KEYS_REPLICATE, scope=StringScope.SANDBOX, merchants=["acme"])
+    own, _ = issue(account())
+    others = [issue(account("globex"))[0], issue(account("acme", Environment.PRODUCTION))[0]]
+    after = begin(narrow)
+    for key in (own, *others):
+        revoke(key)
+    response = read(narrow, after)
+    assert {each["id"] for each in response.body["changes"] if each["kind"] == "key"} == {own.key_id}
+    for key in others:
+        assert key.key_id not in response.content.decode()
+        assert key.credential_id not in response.content.decode()
+    found = narrow("GET", "/v1/snapshot/keys", key_ids=",".join([own.key_id, *(key.key_id for key in others)]))
+    assert [each["key_id"] for each in found.body["keys"]] == [own.key_id]
+    refused = [narrow("POST", "/v1/usage-reports", _uses_of(key.key_id)) for key in others]
+    assert {(each.status_code, each.body["errors"][0]["pointer"]) for each in refused} == {(400, "/uses/0/key_id")}
+
+
+def _uses_of(key_id: str) -> dict[str, Any]:
+    return {"reader": "r1", "number": 1, "flushed_through": now().isoformat(), "uses": [use(key_id)]}
+
+
+@pytest.mark.parametrize("path", ["/v1/changes?reader=r", "/v1/snapshot", "/v1/snapshot/keys?key_ids=0123456789abcdef"])
+def test_feed_needs_its_own_permission(path: str) -> None:
+    other = sender(P.KEYS_VERIFY, P.KEYS_READ)
+    assert other("GET", path).body["code"] == "permission_missing"
+
+
+def test_report_counts_once_however_often_it_arrives(send: Send) -> None:
+    """Guarantee: a repeated usage report adds nothing, and a rotation sees each use."""
+    key, _ = issue(account())
+    begin(send)
+    for _ in range(2):
+        assert report(send, 1, [use(key.key_id)]).status_code == 200
+    assert KeyUse.objects.get(key_id=key.key_id).count == 3
+    assert report(send, 2, [use(key.key_id)]).status_code == 200
+    assert KeyUse.objects.get(key_id=key.key_id).count == 6
+
+
+def test_reader_without_reports_holds_back_silence_until_it_reports_or_is_lost(send: Send) -> None:
+    """Guarantee: silence never covers time for which a reader has not reported its uses."""
+    begin(send)
+    old = now() - timedelta(seconds=5)
+    UsageReporter.objects.update(flushed_through_at=old)
+    assert observe(now(), Environment.SANDBOX).through == old
+    assert report(send, 1).status_code == 200
+    through = observe(now(), Environment.SANDBOX).through
+    assert through is not None
+    assert through > old
+
+
+def test_final_report_deregisters_the_reader(send: Send) -> None:
+    key, _ = issue(account())
+    begin(send)
+    sequence = revoke(key)
+    assert report(send, 1, is_final=True).status_code == 200
+    assert progress(sequence) == []
+    assert UsageReporter.objects.get(pk__endswith=".r1").stopped_at is not None
+    assert read(send, 0).status_code == 410
+
+
+@pytest.mark.parametrize(
+    ("fields", "pointer"),
+    [
+        ({"flushed_through": "2999-01-01T00:00:00Z"}, "/flushed_through"),
+        ({"number": 0}, "/number"),
+        ({"uses": [{"key_id": "x"}]}, "/uses/0/endpoint"),
+        ({"uses": 7}, "/uses"),
+        ({"peppers": {"sandbox": "1"}}, "/peppers/sandbox"),
+        ({"reader": "a/b"}, "/reader"),
+        ({"uses": [use("0" * 16, count=0)]}, "/uses/0/count"),
+        ({"uses": [use("0" * 16, outcome="exposed_in_url")]}, "/uses/0/outcome"),
+        ({"uses": [use("0" * 16, last_at="1999-01-01T00:00:00Z")]}, "/uses/0"),
+        ({"uses": [use("0" * 16, first_at="0001-01-01T00:00:00Z")]}, "/uses/0"),
+    ],
+)
+def test_invalid_report_is_refused(send: Send, fields: dict[str, Any], pointer: str) -> None:
+    begin(send)
+    response = report(send, **{"number": 1, **fields})
+    assert (response.status_code, response.body["code"]) == (400, "request_invalid")
+    assert pointer in {fault["pointer"] for fault in response.body["errors"]}
+
+
+@pytest.mark.parametrize(
+    "query",
+    [{}, {"reader": ""}, {"reader": "r", "after": "-1"}, {"reader": "r", "wait": "99"}, {"reader": "r", "x": "1"}],
+)
+def test_invalid_query_is_refused(send: Send, query: dict[str, str]) -> None:
+    assert send("GET", "/v1/changes", **query).body["code"] == "request_invalid"
+
+
+def test_secrets_in_reported_texts_are_redacted(send: Send) -> None:
+    """Guarantee: a key in a reported user agent is not stored."""
+    key, text = issue(account())
+    begin(send)
+    assert report(send, 1, [use(key.key_id, user_agent=f"shop {text.reveal()}")]).status_code == 200
+    assert text.reveal() not in UseContext.objects.get(key_id=key.key_id).user_agent
+
+
+def test_snapshot_has_rules_and_limits(send: Send) -> None:
+    body = send("GET", "/v1/snapshot").body
+    assert {"orders.create", "credentials.replacement"} <= {each["name"] for each in body["endpoints"]}
+    assert body["limits"]["default"]["sandbox"] == {"count": 25, "seconds": 1}
+
+
+def test_silent_readers_are_forgotten_after_an_hour(send: Send) -> None:
+    for name in ("a", "b"):
+        begin(send, name)
+    FeedReader.objects.update(created_at=now() - timedelta(hours=2))
+    Verifier.objects.filter(pk__endswith=".b").update(seen_at=now() - timedelta(hours=2))
+    forget_old_readers(now())
+    assert [row.pk.rpartition(".")[2] for row in FeedReader.objects.all()] == ["a"]
+    assert Change.objects.exists()

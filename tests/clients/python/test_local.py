@@ -1,0 +1,245 @@
+"""LocalVerifier: its yes is the service's, and no yes from memory follows the receipt of a change."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import anyio
+import pytest
+from keyvault_client import Decision, Question
+from keyvault_client.local import AsyncLocalVerifier, LocalVerifier
+
+from .feed_service import TOKEN, FeedService, feed_service, key_string
+
+KEY = key_string(1)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def question(key: str = KEY, **changes: object) -> Question:
+    named = {"key": key, "method": "POST", "path": "/merchants/orders?a=1", "client_ip": "192.0.2.1"} | changes
+    return Question(**named)  # type: ignore[arg-type]  # each test gives what the member takes
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[FeedService, str]]:
+    with feed_service() as found:
+        yield found
+
+
+@pytest.fixture
+def service(served: tuple[FeedService, str]) -> FeedService:
+    return served[0]
+
+
+@pytest.fixture
+def verifier(served: tuple[FeedService, str]) -> Iterator[LocalVerifier]:
+    with LocalVerifier(served[1], "sandbox", TOKEN, timeout=30) as found:
+        yield found
+
+
+def is_local(verifier: LocalVerifier, service: FeedService, asked: Question) -> bool:
+    """Whether the next decision comes from memory."""
+    before = len(service.asked)
+    assert verifier.verify(asked).allowed
+    return len(service.asked) == before
+
+
+def warm(verifier: LocalVerifier, service: FeedService, key: str = KEY) -> None:
+    """Ask until the key is decided from memory."""
+    until(lambda: is_local(verifier, service, question(key)))
+
+
+def test_local_second_question_is_decided_from_memory(verifier: LocalVerifier, service: FeedService) -> None:
+    warm(verifier, service)
+    decision = verifier.verify(question())
+    assert decision.identity is not None
+    assert (decision.identity.merchant_id, decision.identity.key_id) == ("acme", KEY[11:27])
+    assert not verifier.is_stale
+
+
+def test_local_says_no_yes_after_the_receipt(verifier: LocalVerifier, service: FeedService) -> None:
+    """Guarantee: 0 yes in decisions that begin after the reader has confirmed the revocation."""
+    keys = [key_string(number) for number in range(20)]
+    for key in keys:
+        warm(verifier, service, key)
+    wrong: list[str] = []
+    confirmed: set[str] = set()
+    stop = threading.Event()
+
+    def decide() -> None:
+        while not stop.is_set():
+            for key in keys:
+                is_over = key in confirmed
+                if verifier.verify(question(key)).allowed and is_over:
+                    wrong.append(key)
+
+    threads = [threading.Thread(target=decide) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for key in keys:
+        service.revoke(key)
+        assert service.receipt.wait(60)
+        confirmed.add(key)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_local_record_that_changed_while_it_was_read_is_not_kept(verifier: LocalVerifier, service: FeedService) -> None:
+    """Guarantee: a record that was read before a change, and arrives after it, is never used."""
+    warm(verifier, service, key_string(2))
+    old = service.record(KEY[11:27])
+
+    def revoke_and_confirm() -> None:
+        service.revoke(KEY)
+        assert service.receipt.wait(60)
+        service.record = lambda key_id: old  # type: ignore[method-assign]  # the answer was computed before
+        reset.set()
+
+    reset = threading.Event()
+    service.before["/v1/snapshot/keys"] = revoke_and_confirm
+    assert verifier.verify(question()).allowed
+    assert reset.wait(60)
+    del service.record
+    until(lambda: not verifier._local.memory.needs_reading)
+    assert verifier.verify(question()).code == "key_revoked"
+
+
+def test_local_is_stale_without_the_feed_and_asks(verifier: LocalVerifier, service: FeedService) -> None:
+    """Guarantee: when the feed is older than the bound, every request is a question to the service."""
+    service.staleness = 1
+    warm(verifier, service)
+    service.cut.add("/v1/changes")
+    until(lambda: verifier.is_stale)
+    assert not is_local(verifier, service, question())
+    service.cut.clear()
+    warm(verifier, service)
+
+
+def test_local_starts_again_when_the_service_has_forgotten_it(verifier: LocalVerifier, service: FeedService) -> None:
+    """Guarantee: after 410 the memory is dropped, and what changed in between is not missed."""
+    warm(verifier, service)
+    with service.lock:
+        service.is_reader_known = False
+        service.revoked.add(KEY[11:27])
+        service.lock.notify_all()
+    until(lambda: service.registrations == 2)
+    until(lambda: not verifier.verify(question()).allowed)
+
+
+@pytest.mark.parametrize("kind", ["credential", "account", "merchant", "something_new"])
+def test_local_reads_keys_again_after_a_change_above_them(
+    verifier: LocalVerifier, service: FeedService, kind: str
+) -> None:
+    """Guarantee: a change of what a key belongs to, or of an unknown kind, ends its yes at the receipt."""
+    warm(verifier, service)
+    identity = {"credential": f"crd_{KEY[11:27]}", "account": "acme/sandbox", "merchant": "acme"}.get(kind, "x")
+    service.change(kind, identity, lambda: service.revoked.add(KEY[11:27]))
+    assert service.receipt.wait(60)
+    assert not verifier.verify(question()).allowed
+
+
+@pytest.mark.parametrize("kind", ["endpoint", "limit"])
+def test_local_reads_rules_again_after_a_change(verifier: LocalVerifier, service: FeedService, kind: str) -> None:
+    """Guarantee: no yes by an earlier rule follows the receipt of its change."""
+    warm(verifier, service)
+    blocked = threading.Event()
+    service.before["/v1/snapshot"] = partial(blocked.wait, 60)
+    service.change(kind, "orders.create")
+    assert service.receipt.wait(60)
+    assert not is_local(verifier, service, question())
+    blocked.set()
+    warm(verifier, service)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"customer_token": f"kv_cat_sbx_{'c' * 65}"},
+        {"origin": "https://shop.example"},
+        {"path": f"/merchants/orders?key={KEY}"},
+        {"path": f"/merchants/orders?key={KEY.replace('_', '%5F')}"},
+        {"path": "/merchants//orders"},
+        {"method": "DELETE"},
+        {"merchant": "globex"},
+        {"cost": 2},
+        {"key": f"{KEY},{KEY}"},
+    ],
+)
+def test_local_asks_what_only_the_service_may_decide(
+    verifier: LocalVerifier, service: FeedService, changes: dict[str, object]
+) -> None:
+    """Guarantee: whatever is no plain yes is decided, and recorded, by the service."""
+    warm(verifier, service)
+    before = len(service.asked)
+    verifier.verify(question(**{"key": KEY, **changes}))  # type: ignore[arg-type]  # a member of each type
+    assert len(service.asked) == before + 1
+
+
+def test_local_reports_every_use_once_in_spite_of_lost_answers(verifier: LocalVerifier, service: FeedService) -> None:
+    """Guarantee: uses are counted exactly once, and none is reported after a report that says it has all until then."""
+    warm(verifier, service)
+
+    service.lost = ["/v1/usage-reports"] * 2
+    # The decision that ended the warming was one from memory.
+    local = 1
+    for _ in range(2_000):
+        before = len(service.asked)
+        assert verifier.verify(question()).allowed
+        local += len(service.asked) == before
+    until(lambda: service.lost == [])
+    verifier.close()
+    assert sum(use["count"] for report in service.reports.values() for use in report["uses"]) == local
+    assert service.reports[max(service.reports)]["is_final"] is True
+    assert sorted(service.reports) == list(range(1, len(service.reports) + 1))
+    flushed_through = ""
+    for _, report in sorted(service.reports.items()):
+        assert all(use["first_at"] >= flushed_through for use in report["uses"])
+        flushed_through = report["flushed_through"]
+
+
+def test_local_uses_no_more_tokens_than_it_has_leased(verifier: LocalVerifier, service: FeedService) -> None:
+    """Guarantee: the limit holds: each allowed decision has a token that the service has spent."""
+    warm(verifier, service)
+    with service.lock:
+        service.tokens = 100
+        service.asked.clear()
+    decisions = [verifier.verify(question()) for _ in range(500)]
+    allowed = sum(decision.allowed for decision in decisions)
+    # Tokens of the batch before were leased before the count began.
+    assert allowed <= 100 + service.count // 10
+    assert decisions[-1].status == 429
+    assert decisions[-1].header("Retry-After") == "1"
+    assert any(body.get("cost", 1) > 1 for body in service.asked)
+
+
+def test_local_async_face_decides_from_the_same_memory(served: tuple[FeedService, str]) -> None:
+    service, url = served
+
+    async def run() -> Decision:
+        async with AsyncLocalVerifier(url, "sandbox", TOKEN, timeout=30) as verifier:
+            with anyio.fail_after(60):
+                while True:
+                    before = len(service.asked)
+                    decision = await verifier.verify(question())
+                    if len(service.asked) == before:
+                        return decision
+
+    assert anyio.run(run).allowed
+
+
+def test_local_keeps_no_key_string(verifier: LocalVerifier, service: FeedService) -> None:
+    """Guarantee: the memory has HMACs under a random key of the process, and no key string."""
+    warm(verifier, service)
+    memory = verifier._local.memory
+    assert KEY[27:] not in repr([memory._key_ids, memory._held, memory._endpoints, vars(memory)])
+    assert memory._process_key not in memory._key_ids

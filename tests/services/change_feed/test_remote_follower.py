@@ -1,0 +1,154 @@
+"""A regional verifier's follower: what it applies, when it confirms, and for how long it vouches for the memory."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from keyvault.backends.central import CentralRefusedError, CentralUnavailableError
+from keyvault.services.change_feed.remote_follower import RemoteFollower
+
+NEVER = float("-inf")
+
+
+class Central:
+    """A central service that answers what the test has prepared, and records the calls."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.calls: list[tuple[str, Mapping[str, object]]] = []
+
+    def get(self, path: str, query: Mapping[str, object], *, seconds: float) -> Any:
+        self.calls.append((path, query))
+        return self._next()
+
+    def post(self, path: str, body: Mapping[str, object]) -> Any:
+        self.calls.append((path, body))
+        return self._next()
+
+    def _next(self) -> Any:
+        found = self.answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+class Memory:
+    """Records what the follower does to the engine, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self.confirmed: list[float] = []
+        self.bound = 0.0
+
+    def apply(self, subjects: Any) -> None:
+        self.done.append(subjects)
+
+    def confirm(self, monotonic: float, wall: float) -> None:
+        self.confirmed.append(monotonic)
+
+    def set_bound(self, seconds: float) -> None:
+        self.bound = seconds
+
+
+def page(sequence: int, *changes: tuple[str, str], waited: float = 0.0) -> dict[str, Any]:
+    rows = [{"sequence": sequence, "kind": kind, "id": identity, "record": None} for kind, identity in changes]
+    return {"sequence": sequence, "changes": rows, "waited_seconds": waited, "staleness_seconds": 10}
+
+
+def following(central: Central) -> tuple[RemoteFollower, Memory]:
+    memory = Memory()
+    follower = RemoteFollower(central, "r", memory.apply, memory.confirm, memory.set_bound)  # type: ignore[arg-type]  # a stand-in
+    return follower, memory
+
+
+def test_first_read_clears_the_memory_and_the_next_applies_before_it_confirms() -> None:
+    """Guarantee: the region confirms a sequence only after every change up to it is applied."""
+    central = Central(page(7), {}, page(9, ("key", "k1")), {})
+    follower, memory = following(central)
+    follower.read_once()
+    follower.confirm_once()
+    assert memory.done == [None]
+    follower.read_once()
+    follower.confirm_once()
+    assert memory.done == [None, [("key", "k1")]]
+    assert memory.bound == 10
+    assert [path for path, _ in central.calls] == ["/v1/changes", "/v1/changes/confirmations"] * 2
+    assert central.calls[2][1] == {"reader": "r", "after": 7, "wait": 2}
+    assert central.calls[3][1] == {"reader": "r", "sequence": 9}
+
+
+def test_failed_apply_confirms_nothing() -> None:
+    central = Central(page(7), {}, page(9, ("key", "k1")))
+    follower, memory = following(central)
+    follower.read_once()
+    follower.confirm_once()
+    follower.apply = lambda subjects: (_ for _ in ()).throw(RuntimeError("broken"))  # type: ignore[assignment]  # raises
+    with pytest.raises(RuntimeError):
+        follower.read_once()
+    follower.confirm_once()
+    follower.confirm_once()
+    assert len(central.calls) == 3
+    assert len(memory.confirmed) == 1
+
+
+def test_memory_is_vouched_for_from_when_the_read_was_sent() -> None:
+    """Guarantee: time on the line makes the memory older; only the wait at the service does not."""
+    central = Central(page(7), {}, page(7, waited=2.0))
+    follower, memory = following(central)
+    follower.read_once()
+    follower.confirm_once()
+    began = time.monotonic()
+    follower.read_once()
+    follower.confirm_once()
+    assert began + 2.0 <= memory.confirmed[-1] <= time.monotonic() + 2.0
+    assert follower.is_fresh
+
+
+def test_change_of_an_unknown_kind_clears_the_memory() -> None:
+    """Guarantee: a change that this release does not know leaves nothing cached that may depend on it."""
+    central = Central(page(7), {}, page(8, ("key", "k1"), ("moon", "x")), {})
+    follower, memory = following(central)
+    follower.read_once()
+    follower.confirm_once()
+    follower.read_once()
+    follower.confirm_once()
+    assert memory.done == [None, None]
+
+
+def test_unknown_reader_starts_again_with_an_empty_memory() -> None:
+    """Guarantee: after 410 nothing in memory is used until the feed is read again."""
+    central = Central(page(7), {}, CentralRefusedError(410, "cursor_expired"), page(3), {})
+    follower, memory = following(central)
+    follower.read_once()
+    follower.confirm_once()
+    follower._try_read()
+    assert memory.confirmed[-1] == NEVER
+    assert memory.done == [None, None]
+    assert not follower.is_fresh
+    follower._try_read()
+    follower.confirm_once()
+    assert "after" not in central.calls[3][1]
+    assert central.calls[4][1] == {"reader": "r", "sequence": 3}
+
+
+def test_failed_read_neither_extends_nor_withdraws_freshness() -> None:
+    central = Central(page(7), {}, CentralUnavailableError("The line is down."))
+    follower, memory = following(central)
+    follower.read_once()
+    follower.confirm_once()
+    follower._try_read()
+    assert len(memory.confirmed) == 1
+    assert memory.done == [None]
+
+
+def test_lost_confirmation_is_sent_again() -> None:
+    central = Central(page(7), CentralUnavailableError("cut"), page(7), {})
+    follower, _ = following(central)
+    follower._try_read()
+    with pytest.raises(CentralUnavailableError):
+        follower.confirm_once()
+    follower._try_read()
+    follower.confirm_once()
+    assert central.calls[-1] == ("/v1/changes/confirmations", {"reader": "r", "sequence": 7})
