@@ -23,7 +23,7 @@ from keyvault.access.scopes import AccessScope
 from keyvault.access.verification import INVALID, find_exposed
 from keyvault.admin.framework.accounts import environment_field
 from keyvault.admin.framework.actions import Cleaned
-from keyvault.admin.framework.components import Banner, Card, Check, Checks, Columns
+from keyvault.admin.framework.components import Banner, Card, Checks, Columns, EvidenceItem
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import NOTHING, FactTable, Link, Table, badge, copy_button, link, moment, mono
@@ -233,12 +233,12 @@ def _without_marks(text: str) -> str:
     return text.replace("`", "")
 
 
-def _check(code: ErrorCode, passed: bool) -> Check:
+def _check(code: ErrorCode, passed: bool) -> EvidenceItem:
     requirement = _CHECKS.get(code, PROBLEM_TYPES[code].title)
     title = f"{requirement[0].upper()}{requirement[1:]}"
     if passed:
-        return Check(title, "done")
-    return Check(title, "failed", f"Not met. {_without_marks(PROBLEM_TYPES[code].cause)}", badge("refused"))
+        return EvidenceItem(title, "done")
+    return EvidenceItem(title, "failed", f"Not met. {_without_marks(PROBLEM_TYPES[code].cause)}", badge("refused"))
 
 
 def _find_secret(sent: QueryDict) -> str | None:
