@@ -16,7 +16,7 @@ from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import Link
 from keyvault.domain.audit_records import ExportRecord, public_keys_text, record_line
 from keyvault.domain.digests import PEPPER_SET, PepperSet
-from keyvault.domain.errors import DependencyUnavailableError, PermissionMissingError
+from keyvault.domain.errors import PermissionMissingError, StateConflictError
 from keyvault.services.audit.checkpoints import read_public_keys
 from keyvault.services.audit.export import export_log
 
@@ -98,12 +98,12 @@ def keys_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
     """Return the public keys that verify the checkpoints.
 
     Raises:
-        DependencyUnavailableError: a signer does not provide its key.
+        StateConflictError: no signer provides its key now.
     """
     _require_scopes(request)
     keys, _ = read_public_keys()
     if not keys:
-        raise DependencyUnavailableError("No signer provides its public key now. Try again later.")
+        raise StateConflictError("No public key is available yet. The worker creates one when it first signs.")
     name = f"audit-public-keys-{datetime.now(UTC):%Y-%m-%d}.json"
     return HttpResponse(public_keys_text(keys), content_type="application/json", headers=_attachment(name))
 
