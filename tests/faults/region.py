@@ -45,7 +45,7 @@ from tests.servers.throwaway import free_port
 DELAY_SECONDS = 0.15
 LOSS = 0.05
 GOOD = 5
-STOP_SECONDS = 20
+STOP_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
