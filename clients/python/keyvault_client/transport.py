@@ -181,7 +181,7 @@ class AsyncFace:
             max_keepalive_connections=_MAX_CONNECTIONS,
             keepalive_expiry=_KEEP_ALIVE_SECONDS,
         )
-        self._make = lambda: httpx.AsyncHTTPTransport(
+        self._make: Callable[[], httpx.AsyncBaseTransport] = lambda: httpx.AsyncHTTPTransport(
             verify=tls or _default_tls(), uds=socket, limits=limits, trust_env=False
         )
         self._client: httpx.AsyncClient | None = None

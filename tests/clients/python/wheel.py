@@ -24,6 +24,7 @@ ALONE = (
     "test_hostile_server.py",
     "test_key_changes.py",
     "test_local.py",
+    "test_uses.py",
 )
 """The files of the client's tests that need nothing but the client."""
 
