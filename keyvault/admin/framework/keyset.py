@@ -33,8 +33,7 @@ class Keyset:
             follows = TupleLessThan if self._are_descending[0] else TupleGreaterThan
             rows: QuerySet[Any] = self._rows.filter(follows(Tuple(*self._keys.values()), tuple(values)))
             return rows
-        rows = self._rows.alias(**self._keys).filter(self._follows(values))
-        return rows
+        return self._rows.alias(**self._keys).filter(self._follows(values))
 
     def cursor_of(self, row: Model) -> str:
         """Return the cursor of a row; empty if the row no longer exists."""
@@ -74,7 +73,7 @@ def _is_nullable(model: type[Model], expression: Any) -> bool:
     if not isinstance(expression, F):
         return False
     field: Any = None
-    for name in str(expression.name).split("__"):
+    for name in expression.name.split("__"):  # type: ignore[attr-defined]  # the stubs lack it
         of = model if field is None else field.related_model
         field = of._meta.pk if name == "pk" else of._meta.get_field(name)
         if field.null:
