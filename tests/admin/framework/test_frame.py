@@ -14,6 +14,8 @@ from keyvault.services.usage.totals import start_of_slot, write_totals
 from tests.admin.desk import Desk, address, browser, text_of
 from tests.factories import PRODUCTION, SANDBOX, issue, now, request_key
 
+pytestmark = pytest.mark.database
+
 MAX_QUERIES = 16
 """Maximum queries of the overview with rows that need attention. A list has fewer."""
 
