@@ -33,7 +33,7 @@ class Keyset:
             follows = TupleLessThan if self._are_descending[0] else TupleGreaterThan
             rows: QuerySet[Any] = self._rows.filter(follows(Tuple(*self._keys.values()), tuple(values)))
             return rows
-        return self._rows.alias(**self._keys).filter(self._follows(values))
+        return self._rows.alias(**self._keys).filter(self._follows(values))  # type: ignore[no-any-return]  # of the stubs
 
     def cursor_of(self, row: Model) -> str:
         """Return the cursor of a row; empty if the row no longer exists."""
