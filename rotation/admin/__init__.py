@@ -10,6 +10,7 @@ from rotation.admin import (
     blackouts,
     campaigns,
     emergency,
+    incidents,
     overview,
     retirements,
     rotations,
@@ -21,6 +22,7 @@ __all__ = [
     "blackouts",
     "campaigns",
     "emergency",
+    "incidents",
     "overview",
     "retirements",
     "rotations",
@@ -29,7 +31,10 @@ __all__ = [
 ]
 
 emergency.extend_console(cast(ConsoleSite, admin.site))
+for console_page in incidents.PAGES:
+    cast(ConsoleSite, admin.site).add_page(console_page)
 cast(ConsoleSite, admin.site).add_overview_part(overview.find_part)
+cast(ConsoleSite, admin.site).add_page(blackouts.CALENDAR_CHOICES)
 register_pages(
     by_prefix={"rot_": "rotation_rotation", "cmp_": "rotation_campaign", "sta_": "rotation_standingapproval"},
     by_kind={"schedule": ("schedule", "rotation_rotationschedule")},

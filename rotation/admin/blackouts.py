@@ -13,6 +13,7 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction, RowAction
+from keyvault.admin.framework.choices import Choice, choices_page
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, mono, short_moment
@@ -121,3 +122,12 @@ def _read(row: BlackoutCalendar) -> list[tuple[datetime, datetime]]:
     return [
         (datetime.fromisoformat(each["begins_at"]), datetime.fromisoformat(each["ends_at"])) for each in row.periods
     ]
+
+
+def _find_calendars(scope: AccessScope, words: str, limit: int) -> list[Choice]:
+    """Find calendars by the beginning of their names. Every operator may read all of them."""
+    names = BlackoutCalendar.objects.filter(name__startswith=words).order_by("name").values_list("name", flat=True)
+    return [Choice(name, name) for name in names[:limit]]
+
+
+CALENDAR_CHOICES = choices_page("calendars", (P.ROTATIONS_READ,), _find_calendars)

@@ -5,6 +5,7 @@ from typing import Any
 from django import forms
 
 from keyvault.admin.framework.actions import Cleaned, ReasonForm, RowLookup, VersionedForm, reason_field
+from keyvault.admin.framework.choices import ComboboxInput
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.domain.keys import KeyState
 from keyvault.domain.sources import MAX_NAME_LENGTH
@@ -25,6 +26,7 @@ class RotationForm(PlanForm):
     credential_id = RowLookup(
         Credential.objects.select_related("account__merchant").filter(keys__state=KeyState.ACTIVE).distinct(),
         account="account",
+        widget=ComboboxInput("credentials"),
         label="Credential",
         help_text="Id of a credential with an active key. Its page links to this form.",
         unknown="No credential with an active key has this id.",

@@ -6,8 +6,9 @@ from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.accounts import environment_field
-from keyvault.admin.framework.actions import ActionForm, Cleaned, RowChoice, RowLookup, VersionedForm
+from keyvault.admin.framework.accounts import environment_field, merchant_field
+from keyvault.admin.framework.actions import ActionForm, Cleaned, RowLookup, VersionedForm
+from keyvault.admin.framework.choices import ComboboxInput
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError
 from keyvault.models import Credential
@@ -43,12 +44,12 @@ class TermsForm(PlanForm):
         label="Lead time in days",
         help_text="Time for a second person to approve. An undecided request expires after 7 days.",
     )
-    calendar = RowChoice(
-        BlackoutCalendar.objects.order_by("name"),
-        label_for=str,
+    calendar = forms.ModelChoiceField(
+        BlackoutCalendar.objects.all(),
         required=False,
+        widget=ComboboxInput("calendars"),
         label="Blackout calendar",
-        help_text="No rotation starts in its periods.",
+        help_text="By name. No rotation starts in its periods. Empty: no calendar.",
     )
     reason = forms.CharField(
         required=False, max_length=FIELDS["reason"].most, help_text="Reason of the plans. Empty: the cryptoperiod."
@@ -57,9 +58,6 @@ class TermsForm(PlanForm):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.fields.update(window_fields("No selection: rotations may start at any time."))
-        calendars = self.fields["calendar"]
-        if isinstance(calendars, RowChoice):
-            calendars.empty_label = "none"
 
     def form_name(self, pointer: str) -> str:
         name = pointer.removeprefix("/overrides").strip("/")
@@ -74,16 +72,15 @@ class ScheduleForm(TermsForm):
     field_order = ("environment", "merchant", "credential")
 
     environment = environment_field()
-    merchant = forms.CharField(
-        required=False,
-        max_length=64,
-        help_text="Merchant id. Empty: every merchant of the environment without its own schedule.",
+    merchant = merchant_field(
+        "Merchant id. Empty: every merchant of the environment without its own schedule.", required=False
     )
     credential = RowLookup(
         Credential.objects.all(),
         account="account",
         unknown="not the id of a credential",
         required=False,
+        widget=ComboboxInput("credentials"),
         label="Credential id",
         help_text="Schedule for this credential only; it overrides all others.",
     )

@@ -143,7 +143,8 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
 
     list_display = ("scope", "environment_badge", "every", "window_text", "calendar", "state", "author_name")
     list_filter = (state_filter({"enabled": Q(is_enabled=True), "disabled": Q(is_enabled=False)}), "environment")
-    search_fields = ("account__merchant__merchant_id", "=credential__credential_id", "credential__label")
+    search_fields = ("=account__merchant__merchant_id", "=credential__credential_id", "^credential__label")
+    sortable_by = ()
     search_help_text = "By merchant or credential."
     ordering = ("environment", "account__merchant_id", "credential_id")
 

@@ -141,7 +141,11 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
 
     list_display = ("scope", "state_badge", "expires", "requested_by", "created")
     list_filter = ("state", "schedule__environment")
-    search_fields = ("=approval_id", "schedule__account__merchant__merchant_id", "=schedule__credential__credential_id")
+    search_fields = (
+        "=approval_id",
+        "=schedule__account__merchant__merchant_id",
+        "=schedule__credential__credential_id",
+    )
     search_help_text = "By id, merchant or credential id."
     ordering = ("-created_at",)
 

@@ -197,7 +197,7 @@ def open_pages(samples: Samples, queries: SlowQueries) -> None:
     client = browser(make_operator("console", *Role))
     addresses = dict(patterns(admin.site.get_urls()))
     # A passkey needs a domain, which the tests' origin has not; recovery codes are made by a POST.
-    others = OPEN | {"add_passkey", "recovery_codes"}
+    others = OPEN | {"add_passkey", "recovery_codes", "environment"}
     pages = [(name, path) for name, path in addresses.items() if "<" not in path and name not in others]
     assert len(pages) > 30
     for name, path in [*pages, *((path, path) for path in list_filtered(samples))]:
@@ -226,6 +226,8 @@ def list_filtered(samples: Samples) -> list[str]:
         f"{rotations}?collection=open",
         f"{calendar}?environment=production",
         f"{calendar}?merchant={merchant}",
+        *(f"{reverse('admin:choices_merchants')}?q={words}" for words in ("merchant-1", "Merchant")),
+        *(f"{reverse('admin:choices_credentials')}?q={words}" for words in (merchant, "crd_1", "shop")),
         f"{reverse('admin:keyvault_key_changelist')}?exposed=lately",
         f"{reverse('admin:keyvault_notice_changelist')}?what=unseen",
         f"{reverse('admin:keyvault_breakglass_changelist')}?review=open",

@@ -16,6 +16,7 @@ import anyio
 import anyio.to_thread
 import httpcore
 import httpx
+from anyio import to_thread
 
 from keyvault.domain.plaintext import Plaintext
 from keyvault_client.effects import Effect, Failure, ReadKey, Reply, Send, Steps, Wait, _Result
@@ -209,7 +210,7 @@ class AsyncFace:
                 await self.sleep(seconds)
                 return None
             case ReadKey():
-                return await anyio.to_thread.run_sync(_read_key, effect)
+                return await to_thread.run_sync(_read_key, effect)
 
     async def send(self, send: Send) -> Reply | Failure:
         if self._client is None:

@@ -13,7 +13,13 @@ from keyvault.access.endpoint_description import format_limit
 from keyvault.access.limits import MAX_COUNT, MAX_SECONDS, Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import EVERYWHERE, AccessScope
-from keyvault.admin.framework.accounts import AccountRowAdmin, account_link, account_query, environment_field
+from keyvault.admin.framework.accounts import (
+    AccountRowAdmin,
+    account_link,
+    account_query,
+    environment_field,
+    merchant_field,
+)
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -55,10 +61,8 @@ class LimitForm(ActionForm):
     """Sets a limit by two numbers or removes it by a check box; an empty form changes nothing."""
 
     environment = environment_field()
-    merchant = forms.CharField(
-        required=False,
-        max_length=64,
-        help_text="Merchant id. Empty: every merchant without its own limit for the endpoint.",
+    merchant = merchant_field(
+        "Merchant id. Empty: every merchant without its own limit for the endpoint.", required=False
     )
     endpoint = forms.ChoiceField(required=False, choices=_endpoint_choices)
     requests = forms.IntegerField(required=False, min_value=1, max_value=MAX_COUNT)

@@ -11,6 +11,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.actions import ActionForm, Cleaned, ScopedField
+from keyvault.admin.framework.choices import ComboboxInput
 from keyvault.admin.framework.columns import badge_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Link, link
@@ -23,10 +24,15 @@ def environment_field(help_text: str = "") -> forms.ChoiceField:
     return forms.ChoiceField(choices=[(env.value, env.value) for env in Environment], help_text=help_text)
 
 
+def merchant_field(help_text: str, *, required: bool = True) -> forms.CharField:
+    """Return the field for a merchant's id, which offers the merchants that begin with what is typed."""
+    return forms.CharField(required=required, max_length=64, help_text=help_text, widget=ComboboxInput("merchants"))
+
+
 class AccountForm(ActionForm):
     """Base form of an action that creates something in an account."""
 
-    merchant = forms.CharField(max_length=64, help_text="Merchant id.")
+    merchant = merchant_field("Merchant id.")
     environment = environment_field()
 
 

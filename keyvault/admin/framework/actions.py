@@ -135,17 +135,6 @@ class VersionedForm(ActionForm):
         return {"version": row.version}
 
 
-class RowChoice(_ModelChoiceField):
-    """Choice among rows, each labeled by `label_for`."""
-
-    def __init__(self, queryset: QuerySet[Any], *, label_for: Callable[[Any], str], **options: Any) -> None:
-        super().__init__(queryset, empty_label="Choose one", **options)
-        self.label_for = label_for
-
-    def label_from_instance(self, obj: Model) -> str:
-        return self.label_for(obj)
-
-
 class RowLookup(ScopedField, _ModelChoiceField):
     """Text field for the id of a row of a table that is too large for a list of choices.
 

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
-from django.contrib.admin.views.main import ChangeList
+from django.contrib.admin.views.main import PAGE_VAR, ChangeList
 from django.core.exceptions import ValidationError
-from django.core.paginator import Page, Paginator
+from django.core.paginator import Paginator
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import URLPattern, path, reverse
@@ -35,6 +35,7 @@ from keyvault.admin.framework.actions import (
 from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.components import Stepper
 from keyvault.admin.framework.enforcement import Guarded, View, grant_for, may, operator_of
+from keyvault.admin.framework.keyset import Keyset
 from keyvault.admin.framework.menu import Tab
 from keyvault.admin.framework.pages import form_page, live_page, secret_page
 from keyvault.admin.framework.scoping import in_scope
@@ -54,17 +55,15 @@ from keyvault.services.sessions.guessing import SignInLockedError
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
     _Paginator = Paginator[Any]
-    _Page = Page[Any]
 else:
     _ModelAdmin = admin.ModelAdmin
     _Paginator = Paginator
-    _Page = Page
 
 _GET = ("GET", "HEAD")
 _GET_AND_POST = (*_GET, "POST")
 
 _MAX_COUNTED = 10_000
-"""Maximum rows that a list counts and paginates. Filters reach all rows."""
+"""Maximum rows that are counted, and that are sorted for an operator whose scope names merchants."""
 
 
 _MAX_FOUND = 1_000
@@ -100,38 +99,35 @@ class BoundedPaginator(_Paginator):
     @cached_property
     def count(self) -> int:
         # In the list's order: the database would read a table from its start to find rows of one environment.
-        return self._counted().values("pk")[:_MAX_COUNTED].count()
-
-    def _counted(self) -> QuerySet[Any]:
         rows: QuerySet[Any] = self.object_list  # type: ignore[assignment]  # Django's admin passes a query set
-        return rows
+        return rows.values("pk")[:_MAX_COUNTED].count()
 
     @property
     def has_more(self) -> bool:
         return self.count == _MAX_COUNTED
 
 
-class ScopedPaginator(BoundedPaginator):
-    """Paginator for an operator whose scope names merchants.
+class ConsoleList(ChangeList):
+    """List whose rows link to their own pages, and which is sorted only by the columns of `sortable_by`.
 
-    With a LIMIT the database may walk the rows of all merchants in the order of the list until it has a page of the
-    scope's. So the ids of few rows are read without one, by the index of their accounts.
+    Its pages follow one another by the sort keys of the last row. No list counts its rows.
     """
 
-    def _counted(self) -> QuerySet[Any]:
-        return super()._counted().order_by()
+    next_url, first_url = "", ""
+    """Query strings of the next page and, on a later page, of the first one; empty: there is none."""
 
-    def page(self, number: int | str) -> _Page:
-        if self.has_more:
-            return super().page(number)
-        rows: QuerySet[Any] = self.object_list  # type: ignore[assignment]  # Django's admin passes a query set
-        first = (self.validate_number(number) - 1) * self.per_page
-        ids = list(rows.values_list("pk", flat=True))[first : first + self.per_page]
-        return _Page(rows.filter(pk__in=ids), self.validate_number(number), self)
-
-
-class ConsoleList(ChangeList):
-    """List whose rows link to their own pages, and which is sorted only by the columns of `sortable_by`."""
+    def get_results(self, request: HttpRequest) -> None:
+        cursor = request.GET.get(PAGE_VAR, "")
+        keyset = Keyset(self.queryset)
+        found = _read_first(request, keyset.rows_after(cursor), self.list_per_page + 1)
+        self.result_list = found[: self.list_per_page]
+        self.result_count = len(self.result_list)
+        if len(found) > self.list_per_page and (after := keyset.cursor_of(found[self.list_per_page - 1])):
+            self.next_url = self.get_query_string({PAGE_VAR: after})
+        if cursor:
+            self.first_url = self.get_query_string()
+        self.full_result_count, self.show_full_result_count, self.show_admin_actions = None, False, False
+        self.can_show_all, self.multi_page = False, False
 
     def url_for_result(self, result: Model) -> str:
         model_admin = self.model_admin
@@ -147,6 +143,20 @@ class ConsoleList(ChangeList):
     def get_ordering_field(self, field_name: Any) -> Any:
         is_sortable = self.sortable_by is None or field_name in self.sortable_by
         return super().get_ordering_field(field_name) if is_sortable else None
+
+
+def _read_first(request: HttpRequest, rows: QuerySet[Any], limit: int) -> list[Any]:
+    """Read the first rows of a list.
+
+    If the operator's scope names merchants, the ids of few rows are read without a limit, by the index of their
+    accounts: with one the database may walk the rows of all merchants until it has a page of the scope's.
+    """
+    if operator_of(request).scope.merchants is None:
+        return list(rows[:limit])
+    if rows.order_by().values("pk")[: _MAX_COUNTED + 1].count() > _MAX_COUNTED:
+        return list(rows[:limit])
+    ids = list(rows.values_list("pk", flat=True))[:limit]
+    return list(rows.filter(pk__in=ids))
 
 
 class ConsoleModelAdmin(Guarded, _ModelAdmin):
@@ -178,7 +188,6 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     create_actions: tuple[CreateAction, ...] = ()
 
     list_per_page = 50
-    paginator = BoundedPaginator
     show_full_result_count = False
     preserve_filters = False
     show_facets = admin.ShowFacets.NEVER
@@ -283,10 +292,6 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the rows of the environment that the operator has chosen; all, where rows have no environment."""
         is_limited = self.has_environments and environment_of(request) is not None
         return self.rows_in_scope(rows, shown_scope(request)) if is_limited else rows
-
-    def get_paginator(self, request: HttpRequest, *args: Any, **options: Any) -> BoundedPaginator:
-        names_merchants = operator_of(request).scope.merchants is not None
-        return (ScopedPaginator if names_merchants else BoundedPaginator)(*args, **options)
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return ConsoleList

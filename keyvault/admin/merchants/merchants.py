@@ -169,7 +169,9 @@ class MerchantAdmin(ConsoleModelAdmin):
 
     list_display = ("merchant_id", "name", "status_badge", "created")
     list_filter = ("status",)
-    search_fields = ("merchant_id", "name")
+    search_fields = ("^merchant_id", "^name")
+    search_help_text = "By the beginning of an id or name."
+    sortable_by = ()
     ordering = ("merchant_id",)
 
     status_badge = badge_column("status", "status")
@@ -280,7 +282,9 @@ class AccountAdmin(ConsoleModelAdmin):
     list_display = ("account", "name", "environment_badge", "status_badge", "merchant_badge")
     list_filter = ("environment", "status")
     list_select_related = ("merchant",)
-    search_fields = ("merchant__merchant_id", "merchant__name")
+    search_fields = ("^merchant__merchant_id", "^merchant__name")
+    search_help_text = "By the beginning of a merchant's id or name."
+    sortable_by = ()
     ordering = ("merchant_id", "environment")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:

@@ -168,7 +168,9 @@ class ProviderConnectionAdmin(AccountRowAdmin):
         "account__environment",
         "mode",
     )
-    search_fields = ("provider", "account__merchant__merchant_id")
+    search_fields = ("=account__merchant__merchant_id",)
+    search_help_text = "By merchant id."
+    sortable_by = ()
     ordering = ("-id",)
 
     state_badge = badge_column("state", _state, ordering="removed_at")

@@ -185,7 +185,9 @@ class WebhookEndpointAdmin(AccountRowAdmin):
         state_filter(_by_state),
         "account__environment",
     )
-    search_fields = ("url", "account__merchant__merchant_id")
+    search_fields = ("=account__merchant__merchant_id",)
+    search_help_text = "By merchant id."
+    sortable_by = ()
     ordering = ("-id",)
 
     state_badge = badge_column("state", _state, ordering="disabled_at")

@@ -1,6 +1,7 @@
 """Read who uses a key, for people and for the rotation engine. `usage.recorder` writes these rows."""
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -177,7 +178,9 @@ def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit:
 def has_more_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int | None = None) -> bool:
     """Whether a key has more contexts of one of these outcomes than `limit`; None: than the lists read."""
     limit = MAX_READ if limit is None else limit
-    return any(len(_contexts(key_id, outcome)[: limit + 1]) > limit for outcome in outcomes)
+    parts = [(_contexts(key_id, outcome), limit + 1) for outcome in outcomes]
+    found = Counter(outcome for _, outcome in _read_parts(parts))
+    return any(count > limit for count in found.values())
 
 
 def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
@@ -200,10 +203,8 @@ def _sum(users: Collection[KeyUser]) -> tuple[int, int, datetime, datetime]:
 
 def _list_users(key_id: str, outcomes: Collection[UseOutcome]) -> list[KeyUser]:
     """Return the users among MAX_READ contexts of each of these outcomes, the latest first."""
-    ids: set[int] = set()
-    for outcome in outcomes:
-        found = _contexts(key_id, outcome)
-        ids.update(found.order_by("pk")[: MAX_READ // 2], found.order_by("-pk")[: MAX_READ // 2])
+    each_half = [_contexts(key_id, outcome).order_by(order) for outcome in outcomes for order in ("pk", "-pk")]
+    ids = {pk for pk, _ in _read_parts([(half, MAX_READ // 2) for half in each_half])}
     contexts = UseContext.objects.in_bulk(ids)
     rows = UseBucket.objects.filter(context__in=contexts).order_by().values_list("context_id")
     totals = rows.annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
@@ -216,9 +217,19 @@ def _list_users(key_id: str, outcomes: Collection[UseOutcome]) -> list[KeyUser]:
     return users
 
 
-def _contexts(key_id: str, outcome: UseOutcome) -> QuerySet[UseContext, int]:
-    """Return the ids of a key's contexts of one outcome, which an index has in their order."""
-    return UseContext.objects.filter(key=key_id, outcome=outcome).values_list("pk", flat=True)
+def _contexts(key_id: str, outcome: UseOutcome) -> QuerySet[UseContext]:
+    """Return a key's contexts of one outcome, which an index has in the order of their ids."""
+    return UseContext.objects.filter(key=key_id, outcome=outcome)
+
+
+def _read_parts(parts: Sequence[tuple[QuerySet[UseContext], int]]) -> list[tuple[int, str]]:
+    """Read the ids and outcomes of the first rows of each part, with their number, by one query."""
+    # Limited inside: SQLite allows no limit in a part of a union.
+    limited = [
+        UseContext.objects.filter(pk__in=part.values("pk")[:most]).order_by().values_list("pk", "outcome")
+        for part, most in parts
+    ]
+    return list(limited[0].union(*limited[1:], all=True)) if limited else []
 
 
 MAX_SOURCES = 1_000

@@ -47,7 +47,7 @@ def test_inbox_filters_by_status(desk: Desk, what: str | None, count: int) -> No
 def test_inbox_counts_unseen_alarms_on_every_page_and_on_the_front(desk: Desk) -> None:
     """Every page of the console shows the unseen alarms."""
     client = browser(desk.approver)
-    assert "No items:" in text_of(client.get("/admin/"))
+    assert "all caught up" in text_of(client.get("/admin/"))
     assert '<span class="count count-urgent">' not in text_of(client.get("/admin/keyvault/key/"))
     notice = create_notice(desk)
     front = text_of(client.get("/admin/"))
