@@ -385,7 +385,7 @@ def test_scope_explanation_knows_no_key_of_another_merchant(desk: Desk) -> None:
     texts = [text_of(client.post(page, {**described, "key_id": each})) for each in (str(key.pk), "A" * 16)]
     assert "no key with this id exists" in texts[0]
     assert comparable(texts[0], key.pk) == comparable(texts[1], "A" * 16)
-    assert client.post(page, {"request_id": "R" * 22}).status_code == 404
+    assert client.post(page, {"subject": "R" * 22}).status_code == 404
 
 
 def test_scope_calendar_lists_its_credentials_only(desk: Desk) -> None:
