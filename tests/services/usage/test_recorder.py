@@ -539,7 +539,7 @@ def test_usage_shreds_used_secrets_after_its_reporter_was_deleted(
     log.note_secret_use("cat_1")
     log._thread = threading.current_thread()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise DatabaseError("gone")
 
     monkeypatch.setattr(recorder, "register_reporter", fail)
