@@ -22,7 +22,7 @@ from .servers.throwaway import MissingServerError
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = "keyvault.project.settings"
 DATABASES = ("sqlite", "postgres")
-SERVERS = frozenset({"postgres", "redis", "rabbitmq", "nginx", "openbao", "prometheus"})
+SERVERS = frozenset({"postgres", "redis", "rabbitmq", "nginx", "openbao", "prometheus", "chromium"})
 
 REQUIRE = "KEYVAULT_REQUIRE"
 DATABASE = "KEYVAULT_TEST_DATABASE"

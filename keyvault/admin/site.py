@@ -37,7 +37,7 @@ from keyvault.admin.account.second_factors import (
 from keyvault.admin.account.single_sign_on import begin, finish
 from keyvault.admin.catalog.catalog import CatalogEndpointAdmin
 from keyvault.admin.catalog.limits import LimitOverrideAdmin
-from keyvault.admin.framework.actions import CreateAction, RowAction
+from keyvault.admin.framework.actions import RowAction
 from keyvault.admin.framework.attention import (
     MAX_ROWS,
     URGENT_TONES,
@@ -71,6 +71,7 @@ from keyvault.admin.merchants.webhooks import WebhookEndpointAdmin
 from keyvault.admin.operators.operator_changes import OperatorChangeAdmin
 from keyvault.admin.operators.operators import OperatorAdmin
 from keyvault.admin.operators.sessions import ConsoleSessionAdmin
+from keyvault.admin.oversight import audit_export, refusals
 from keyvault.admin.oversight.audit import AuditEntryAdmin
 from keyvault.admin.oversight.break_glass import BreakGlassAdmin
 from keyvault.admin.oversight.inbox import NoticeAdmin
@@ -149,7 +150,11 @@ class ConsoleSite(AdminSite):
 
     def __init__(self, name: str = "admin") -> None:
         super().__init__(name)
-        self._pages: list[ConsolePage] = [MERCHANT_CHOICES, CREDENTIAL_CHOICES]
+        self._pages: list[ConsolePage] = [
+            *(MERCHANT_CHOICES, CREDENTIAL_CHOICES),
+            *refusals.PAGES,
+            *audit_export.PAGES,
+        ]
         self._overview_parts: list[FindPart] = []
         for model, model_admin in MODEL_ADMINS:
             self.register(model, model_admin)
@@ -170,14 +175,11 @@ class ConsoleSite(AdminSite):
             raise ImproperlyConfigured(f"{model_or_iterable} is not registered with a ConsoleModelAdmin")
         super().register(model_or_iterable, admin_class, **options)
 
-    def extend(
-        self, model: type[Model], actions: Sequence[RowAction] = (), create_actions: Sequence[CreateAction] = ()
-    ) -> None:
+    def extend(self, model: type[Model], actions: Sequence[RowAction]) -> None:
         """Add another app's actions to the pages of a registered model.
 
         Args:
             actions: for one row; an action replaces the one of the same name.
-            create_actions: for the list.
         """
         registered = self._registry[model]
         if not isinstance(registered, ConsoleModelAdmin):
@@ -188,7 +190,6 @@ class ConsoleSite(AdminSite):
             *(replacements.get(action.name, action) for action in registered.row_actions),
             *(action for action in actions if action.name not in names),
         )
-        registered.create_actions = (*registered.create_actions, *create_actions)
 
     def add_page(self, console_page: ConsolePage) -> None:
         """Add a page that is no model admin. Call it before the routes are read, such as in an app's admin modules."""

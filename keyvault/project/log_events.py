@@ -49,6 +49,12 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "deregistration failed; receipts wait for this process until it expires": "change_feed.not_deregistered",
         "receivers were not notified of confirmed changes": "change_feed.receivers_failed",
         "a receipt could not be read": "change_feed.receipt_unreadable",
+        "the change feed is read again from its end, with an empty memory": "change_feed.read_from_end",
+        "the change feed cannot be read": "change_feed.unreadable",
+        "the change feed is read again": "change_feed.readable",
+        "the central service does not answer yet; requests get verifier_stale": "region.central_unavailable",
+        "not ready: peppers cannot be read yet": "region.peppers_unavailable",
+        "recorded data could not be sent at exit": "region.not_sent",
         "could not notify this host's processes of a change; they read it from the change feed": "generation.failed",
         "could not wake other hosts; they find the change at their next poll": "change_feed.not_notified",
         # Processes

@@ -10,6 +10,7 @@ from rotation.admin import (
     blackouts,
     campaigns,
     emergency,
+    incidents,
     overview,
     retirements,
     rotations,
@@ -21,6 +22,7 @@ __all__ = [
     "blackouts",
     "campaigns",
     "emergency",
+    "incidents",
     "overview",
     "retirements",
     "rotations",
@@ -29,6 +31,8 @@ __all__ = [
 ]
 
 emergency.extend_console(cast(ConsoleSite, admin.site))
+for console_page in incidents.PAGES:
+    cast(ConsoleSite, admin.site).add_page(console_page)
 cast(ConsoleSite, admin.site).add_overview_part(overview.find_part)
 cast(ConsoleSite, admin.site).add_page(blackouts.CALENDAR_CHOICES)
 register_pages(

@@ -15,7 +15,6 @@ from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
     Cleaned,
-    CreateAction,
     RowAction,
     Tone,
     reason_field,
@@ -25,11 +24,9 @@ from keyvault.admin.keys.receipts import receipt_url
 from keyvault.admin.site import ConsoleSite
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.keys import DEAD_STATES, KeyState, can_transition
-from keyvault.domain.redaction import redact
 from keyvault.models import Credential, Key, MerchantStatus
 from keyvault.services.keys.lifecycle import usable_keys
 from rotation.services.rotations.emergency import (
-    MAX_KEYS,
     CompromiseResponse,
     find_open_rotation,
     respond_to_compromise,
@@ -57,25 +54,6 @@ class CompromiseForm(ActionForm):
         return {"replace": not isinstance(row, Key) or is_last(row)}
 
 
-class LeakedKeysField(forms.CharField):
-    """Text that may contain whole keys; the form redacts them when it is shown again."""
-
-    def bound_data(self, data: Any, initial: Any) -> Any:
-        return redact(data or "")
-
-
-class LeakForm(CompromiseForm):
-    key_ids = LeakedKeysField(
-        label="Keys",
-        max_length=MAX_KEYS * 120,
-        strip=True,
-        widget=forms.Textarea(attrs={"rows": 8, "class": "mono", "autocomplete": "off", "spellcheck": "false"}),
-        help_text=f"Key ids or whole leaked keys, one per line, at most {MAX_KEYS}. Only the key id of a whole key is "
-        "used.",
-    )
-    field_order = ("key_ids", "reason", "replace")
-
-
 class ReissueForm(ActionForm):
     reason = reason_field("Reason", help_text="Recorded in the audit log and shown to the approver.")
 
@@ -89,10 +67,6 @@ def _report(grant: Grant, key: Key, cleaned: Cleaned) -> ActionResult:
 def _report_credential(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionResult:
     living = [str(key.pk) for key in credential.keys.exclude(state__in=DEAD_STATES)]
     return _report_all(grant, living, cleaned)
-
-
-def _report_leak(grant: Grant, cleaned: Cleaned) -> ActionResult:
-    return _report_all(grant, cleaned["key_ids"].split(), cleaned)
 
 
 def _report_all(grant: Grant, presented: Sequence[str], cleaned: Cleaned) -> ActionResult:
@@ -190,20 +164,9 @@ REISSUE = RowAction(
     is_available=_can_be_reissued,
     tone=Tone.GOOD,
 )
-REPORT_LEAK = CreateAction(
-    "leak",
-    "Report leaked keys",
-    P.KEYS_REPORT_COMPROMISE,
-    LeakForm,
-    _report_leak,
-    f"{REPORT_EXPLANATION} Each key is revoked separately; a failure does not affect the others.",
-    "Revoke keys now",
-    preset=lambda query: {"replace": True, "key_ids": query.get("key")},
-    step_up=True,
-)
 
 
 def extend_console(site: ConsoleSite) -> None:
     """Add the actions to the pages of keys and credentials."""
-    site.extend(Key, actions=[REPORT], create_actions=[REPORT_LEAK])
+    site.extend(Key, actions=[REPORT])
     site.extend(Credential, actions=[REPORT_CREDENTIAL, REISSUE])

@@ -226,7 +226,7 @@ class RotationAdmin(ConsoleModelAdmin):
                 approvals_table(row),
                 Fold("Plan, as approved", [plan_facts(row)], "every value that the digest covers"),
                 Fold("Times and events", [status_facts(row)]),
-                Fold("Every use", users_tables(row)),
+                Fold("Every use", list(users_tables(row))),
                 Fold("Recorded evidence and side effects", [evidence_table(row), ledger_table(row)]),
             ],
         )

@@ -30,6 +30,8 @@ customer_tokens.create   POST    /customers/<customer_id>/access-tokens    priva
 customer_tokens.revoke   DELETE  /customers/access-tokens/<token_id>       private  none      -
 customers.me             GET     /customers/me                             private  required  -
 credentials.acknowledge  POST    /credentials/acknowledge                  private  none      -
+credentials.replacement  GET     /credentials/replacement                  private  none      -
+credentials.recipient_key PUT    /credentials/recipient-key                private  none      -
 credentials.revoke_self  POST    /credentials/revoke-self                  private  none      -
 """
 
@@ -41,6 +43,8 @@ EXAMPLES = {
     "customer_tokens.revoke": "/customers/access-tokens/tok_1",
     "customers.me": "/customers/me",
     "credentials.acknowledge": "/credentials/acknowledge",
+    "credentials.replacement": "/credentials/replacement",
+    "credentials.recipient_key": "/credentials/recipient-key",
     "credentials.revoke_self": "/credentials/revoke-self",
 }
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "get", "", "GET "]

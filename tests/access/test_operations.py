@@ -43,12 +43,17 @@ notices:read             x x x x x
 notices:mark             x x x - x
 keys:read                x x x x x
 keys:verify              - - - - -
+keys:replicate           - - - - -
+keys:replicate_digests   - - - - -
 keys:suspend             x x - - x
 keys:resume              x - - - -
 keys:revoke              x - - - x
 keys:revoke_self         - - - - -
 keys:report_compromise   x - - - x
 credentials:restrict     x - - - -
+recipients:write         - - - - -
+recipients:approve       x - x - -
+recipients:withdraw      x - - - x
 catalog:read             x x x x x
 catalog:write            x - - - -
 limits:write             x x - - -

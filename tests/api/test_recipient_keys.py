@@ -166,7 +166,8 @@ def test_recipient_key_in_production_applies_after_a_day(ask: Ask) -> None:
 def pending(ask: Ask) -> RecipientKey:
     _, text = issue(account("acme", PRODUCTION))
     set_key(ask, text, new_recipient()[1], "/production/credentials/recipient-key")
-    return RecipientKey.objects.select_related("account__merchant").get()
+    row: RecipientKey = RecipientKey.objects.select_related("account__merchant").get()
+    return row
 
 
 def approval(operator: Any) -> Any:

@@ -18,6 +18,7 @@ REVEALS: dict[str, str] = {
     "keyvault/admin/account/single_sign_on.py": "hands the client secret to allauth",
     "keyvault/api/idempotency.py": "the one answer that shows a new secret, and its replay",
     "keyvault/backends/backup_archive.py": "derives the key of an archive from its passphrase",
+    "keyvault/backends/central.py": "sends the token of a region to the central service",
     "keyvault/backends/local.py": "seals and encrypts it",
     "keyvault/domain/connections.py": "looks at a provider's credentials before they are stored",
     "keyvault/backends/vault/client.py": "hands its token to hvac",

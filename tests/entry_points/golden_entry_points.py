@@ -137,10 +137,15 @@ class Integration(EntryPoint):
         if response.status_code < 300:
             return ALLOWED
         found = read_problem(response)
-        if found == (404, "not_found") and asked.row.endpoint == "credentials.acknowledge":
-            return ALLOWED  # the key was accepted; it is not the replacement of a rotation
-        return found
+        return ALLOWED if found == _ACCEPTED.get(asked.row.endpoint) else found
 
+
+_ACCEPTED: dict[str, Outcome] = {
+    "credentials.acknowledge": (404, "not_found"),
+    "credentials.replacement": (404, "not_found"),
+    "credentials.recipient_key": (400, "request_invalid"),
+}
+"""Refusals for another reason than the key: it belongs to no rotation, or the body has no recipient key."""
 
 _BODIES = {"orders.create": {"amount_minor": 1, "currency": "EUR"}}
 

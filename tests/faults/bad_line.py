@@ -85,9 +85,9 @@ class _Line:
         except OSError:
             pass
         finally:
-            for each in (writer, far):
-                if each is not None:
-                    _reset(each)
+            for end in (writer, far):
+                if end is not None:
+                    _reset(end)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         loop = asyncio.get_running_loop()

@@ -45,7 +45,7 @@ from tests.servers.throwaway import free_port
 DELAY_SECONDS = 0.15
 LOSS = 0.05
 GOOD = 5
-STOP_SECONDS = 20
+STOP_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def perform(folder: Path, seed: int, size: Size) -> Result:
         region = stack.enter_context(_region(folder, line.port, region_token))
         receipts = Receipts()
         watcher = threading.Thread(target=receipts.watch)
-        with RequestSender([region], requests, rng.randrange(2**31), rate=150.0) as sender:  # type: ignore[list-item]
+        with RequestSender([region], requests, rng.randrange(2**31), rate=150.0) as sender:  # type: ignore[list-item]  # it has what the sender uses of a host
             watcher.start()
             partitions = _revoke_all(keys, receipts, sender, line, size)
             until("every receipt to be complete", lambda: not receipts.pending, 4 * size.bound_seconds)
@@ -260,7 +260,7 @@ def _central(folder: Path) -> Iterator[int]:
 def _region(folder: Path, source: int, token: Plaintext) -> Iterator[Region]:
     """Start a regional verifier on a data folder with the keystore only."""
     data = copy_data(settings.DATA_DIR, folder / "region")
-    for database in data.glob("*.sqlite3*"):
+    for database in data.glob("keyvault.sqlite3*"):
         database.unlink()
     shutil.rmtree(data / "uses", ignore_errors=True)
     dropped = ("KEYVAULT_DATABASE_URL", "KEYVAULT_REDIS_URL", "KEYVAULT_BROKER_URL", "KEYVAULT_DATA_DIR")

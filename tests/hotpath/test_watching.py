@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Iterator
 import pytest
 
 from keyvault.hotpath.adapters import assembly, stores
-from keyvault.hotpath.adapters.assembly import AssembledVerifier
+from keyvault.hotpath.adapters.assembly import DatabaseVerifier
 from keyvault.hotpath.http1.server import DRAIN_SECONDS
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.management.supervisor import STOP_SECONDS
@@ -49,7 +49,7 @@ async def told(answer: HttpResponse | Awaitable[HttpResponse]) -> tuple[int, str
 @pytest.mark.parametrize("target", [b"/healthz", b"/healthz?x=1"])
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
 def test_health_is_answered_by_the_event_loop(method: bytes, target: bytes) -> None:
-    answer = AssembledVerifier().handle(method, target, [], b"")
+    answer = DatabaseVerifier().handle(method, target, [], b"")
     assert isinstance(answer, HttpResponse)
     assert (answer.status, answer.body) == (200, b'{"status":"ok"}')
     assert answer.all_headers()["Cache-Control"] == "no-store"
@@ -57,7 +57,7 @@ def test_health_is_answered_by_the_event_loop(method: bytes, target: bytes) -> N
 
 @pytest.mark.parametrize("target", [b"/healthz", b"/readyz", b"/metrics?x=1"])
 def test_watched_path_accepts_only_reads(target: bytes) -> None:
-    answer = AssembledVerifier().handle(b"POST", target, [], b"")
+    answer = DatabaseVerifier().handle(b"POST", target, [], b"")
     assert isinstance(answer, HttpResponse)
     assert (answer.status, answer.all_headers()["Allow"]) == (405, "GET, HEAD")
 
@@ -67,11 +67,11 @@ def test_watch_that_hangs_times_out_and_delays_no_other(
 ) -> None:
     """Guarantee: a lost database does not fail the health check of a verifier that still answers."""
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setitem(assembly._STATUS_PATHS, "/readyz", lambda: hanging(goes_on))
-    monkeypatch.setitem(assembly._STATUS_PATHS, "/metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
+    monkeypatch.setattr(DatabaseVerifier, "_readyz", lambda self: hanging(goes_on))
+    monkeypatch.setattr(assembly, "_metrics", lambda: (200, b'{"status":"fine"}', "application/json"))
 
     async def ask() -> None:
-        verifier = AssembledVerifier()
+        verifier = DatabaseVerifier()
         waiting = asyncio.ensure_future(told(verifier.handle(b"GET", b"/readyz", [], b"")))
         await asyncio.sleep(0)
         assert await told(verifier.handle(b"GET", b"/healthz", [], b"")) == (200, "ok")
@@ -102,8 +102,8 @@ def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
 ) -> None:
     """Guarantee: a hanging or failed health check before SIGTERM loses no use."""
     stopped = list[str]()
-    monkeypatch.setitem(assembly._STATUS_PATHS, "/readyz", lambda: hanging(goes_on))
-    verifier = AssembledVerifier()
+    monkeypatch.setattr(DatabaseVerifier, "_readyz", lambda self: hanging(goes_on))
+    verifier = DatabaseVerifier()
     monkeypatch.setattr(assembly, "usage_log", Stopped("uses", stopped, ConnectionError("the database is away")))
     monkeypatch.setattr(assembly, "refusal_log", Stopped("refusals", stopped))
     monkeypatch.setattr(verifier, "_follower", Stopped("follower", stopped))

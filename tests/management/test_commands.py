@@ -249,6 +249,8 @@ def test_catalog_lists_every_endpoint_of_the_contract() -> None:
         "customer_tokens.revoke",
         "customers.me",
         "credentials.acknowledge",
+        "credentials.replacement",
+        "credentials.recipient_key",
         "credentials.revoke_self",
     }
 

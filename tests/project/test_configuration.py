@@ -103,6 +103,7 @@ SECRETS = {
     "KEYVAULT_OIDC_CLIENT_SECRET": "the client's",
     "KEYVAULT_SMTP_URL": "smtps://keyvault:pass@mail.example.com",
     "KEYVAULT_ALARM_WEBHOOK_SECRET": "whsec_" + "A" * 43 + "=",
+    "KEYVAULT_REGION_TOKEN": "kv_svc_all_region",
 }
 
 

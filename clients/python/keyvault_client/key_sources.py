@@ -95,7 +95,11 @@ class VaultKey:
         """Raises LookupError with the status of the Vault, or when the secret has no such field."""
         deadline = time.monotonic() + timeout
         send = Send("GET", self._url, {"X-Vault-Token": self._token.read(timeout)}, b"", deadline)
-        reply = self._face.send(send)
+        try:
+            reply = self._face.send(send)
+        finally:
+            # The next reading is far away.
+            self._face.close()
         if isinstance(reply, Failure):
             raise LookupError(f"no answer of the Vault: {reply.cause}")
         if reply.status != 200:

@@ -16,6 +16,7 @@ import anyio
 import anyio.to_thread
 import httpcore
 import httpx
+from anyio import to_thread
 
 from keyvault.domain.plaintext import Plaintext
 from keyvault_client.effects import Effect, Failure, ReadKey, Reply, Send, Steps, Wait, _Result
@@ -181,7 +182,7 @@ class AsyncFace:
             max_keepalive_connections=_MAX_CONNECTIONS,
             keepalive_expiry=_KEEP_ALIVE_SECONDS,
         )
-        self._make = lambda: httpx.AsyncHTTPTransport(
+        self._make: Callable[[], httpx.AsyncBaseTransport] = lambda: httpx.AsyncHTTPTransport(
             verify=tls or _default_tls(), uds=socket, limits=limits, trust_env=False
         )
         self._client: httpx.AsyncClient | None = None
@@ -209,7 +210,7 @@ class AsyncFace:
                 await self.sleep(seconds)
                 return None
             case ReadKey():
-                return await anyio.to_thread.run_sync(_read_key, effect)
+                return await to_thread.run_sync(_read_key, effect)
 
     async def send(self, send: Send) -> Reply | Failure:
         if self._client is None:

@@ -12,7 +12,7 @@ from allauth.mfa.adapter import get_adapter
 from django.contrib import messages
 from django.contrib.admin import AdminSite
 from django.contrib.auth import update_session_auth_hash
-from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, HttpResponseNotAllowed, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
@@ -50,7 +50,7 @@ def fresh(*methods: str) -> Callable[[View], View]:
 
     def decorate(view: View) -> View:
         @wraps(view)
-        def checked(site: AdminSite, request: HttpRequest, **arguments: Any) -> HttpResponse:
+        def checked(site: AdminSite, request: HttpRequest, **arguments: Any) -> HttpResponseBase:
             if request.method not in methods:
                 return HttpResponseNotAllowed(methods)
             if is_step_up_due(request):

@@ -22,6 +22,14 @@ _SPECIAL = {
     "key.material_stored": "Key written to the secret backend",
     "key.material_destroyed": "Key destroyed in the secret backend",
     "credential.restricted": "Restrictions of the credential changed",
+    "issuance.requested": "Key requested",
+    "issuance.staged": "Key made for a request",
+    "issuance.issued": "Key issued",
+    "issuance.collected": "Key collected",
+    "operator.signed_in": "Signed in",
+    "operator.signed_out": "Signed out",
+    "operator.password_accepted": "Password accepted",
+    "operator.sign_in_prepared": "Sign-in of an operator prepared",
 }
 
 _TONES = {
@@ -32,11 +40,16 @@ _TONES = {
 _TONE_OF = {verb: tone for tone, verbs in _TONES.items() for verb in verbs}
 
 
-def sentence_of(event: str, actor: str) -> str:
-    """Describe an audit entry, such as `Rotation requested by tam`."""
+def name_event(event: str) -> str:
+    """Return an event in words, such as `Rotation requested`."""
     noun, _, verb = event.partition(".")
     what = _SPECIAL.get(event) or f"{noun} {verb}".replace("_", " ").strip()
-    return f"{what[0].upper()}{what[1:]} by {actor.partition(':')[2] or actor}"
+    return f"{what[0].upper()}{what[1:]}"
+
+
+def sentence_of(event: str, actor: str) -> str:
+    """Describe an audit entry, such as `Rotation requested by tam`."""
+    return f"{name_event(event)} by {actor.partition(':')[2] or actor}"
 
 
 def activity_cards(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin
 from django.contrib.admin import AdminSite
 from django.db.models import Model
-from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed
+from django.http import HttpRequest, HttpResponseBase, HttpResponseNotAllowed
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:
     _ModelAdmin = object
 
-View = Callable[..., HttpResponse]
+View = Callable[..., HttpResponseBase]
 
 
 def operator_of(request: HttpRequest) -> OperatorPrincipal:
@@ -136,7 +136,7 @@ def guard_view(site: AdminSite, permissions: tuple[Permission, ...], methods: Se
     """Wrap a view so that it requires one of the permissions; the view checks again for its row."""
 
     @wraps(view)
-    def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+    def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         if not any(may(request, permission) for permission in permissions):
             raise PermissionMissingError(
                 f"Missing permission: {' or '.join(permissions)}. Ask an administrator for a role that has it."

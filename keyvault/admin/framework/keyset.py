@@ -31,9 +31,9 @@ class Keyset:
         if not any(self._are_nullable) and len(set(self._are_descending)) == 1:
             # A comparison of rows, which an index of these columns serves.
             follows = TupleLessThan if self._are_descending[0] else TupleGreaterThan
-            return self._rows.filter(follows(Tuple(*self._keys.values()), tuple(values)))
-        found: QuerySet[Any] = self._rows.alias(**self._keys).filter(self._follows(values))
-        return found
+            rows: QuerySet[Any] = self._rows.filter(follows(Tuple(*self._keys.values()), tuple(values)))
+            return rows
+        return self._rows.alias(**self._keys).filter(self._follows(values))  # type: ignore[no-any-return]  # of the stubs
 
     def cursor_of(self, row: Model) -> str:
         """Return the cursor of a row; empty if the row no longer exists."""
@@ -73,7 +73,7 @@ def _is_nullable(model: type[Model], expression: Any) -> bool:
     if not isinstance(expression, F):
         return False
     field: Any = None
-    for name in str(vars(expression)["name"]).split("__"):
+    for name in expression.name.split("__"):  # type: ignore[attr-defined]  # the stubs lack it
         of = model if field is None else field.related_model
         field = of._meta.pk if name == "pk" else of._meta.get_field(name)
         if field.null:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from django.contrib.admin import AdminSite
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponseBase
 from django.urls import URLPattern, path, reverse
 
 from keyvault.access.permissions import Permission
@@ -43,7 +43,7 @@ class ConsolePage:
     label: str
     menu: str
     permissions: tuple[Permission, ...]
-    view: Callable[..., HttpResponse]
+    view: Callable[..., HttpResponseBase]
     methods: Sequence[str] = ("GET", "HEAD")
 
     def tab_for(self, request: HttpRequest) -> "Tab | None":

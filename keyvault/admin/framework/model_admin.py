@@ -120,7 +120,7 @@ class ConsoleList(ChangeList):
         cursor = request.GET.get(PAGE_VAR, "")
         keyset = Keyset(self.queryset)
         found = _read_first(request, keyset.rows_after(cursor), self.list_per_page + 1)
-        self.result_list = found[: self.list_per_page]  # type: ignore[assignment]  # Django has a query set
+        self.result_list = found[: self.list_per_page]
         self.result_count = len(self.result_list)
         if len(found) > self.list_per_page and (after := keyset.cursor_of(found[self.list_per_page - 1])):
             self.next_url = self.get_query_string({PAGE_VAR: after})

@@ -1,5 +1,7 @@
 """Pages of the console without its frame, which need no query: errors, and forms that were sent too late."""
 
+from collections.abc import Mapping
+
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import reverse
@@ -67,7 +69,7 @@ def _kept_fields(request: HttpRequest) -> list[tuple[str, str]]:
     ]
 
 
-def _plain(request: HttpRequest, name: str, context: dict[str, object], status: int) -> HttpResponse:
+def _plain(request: HttpRequest, name: str, context: Mapping[str, object], status: int) -> HttpResponse:
     response = render(request, f"console/{name}.html", context, status=status)
     response["Cache-Control"] = "no-store"
     response["Content-Security-Policy"] = CONTENT_SECURITY_POLICY

@@ -135,6 +135,11 @@ def identifier(text: object) -> SafeString:
     )
 
 
+def copy_button(text: str, label: str) -> SafeString:
+    """Render a button that copies the text; a script shows it."""
+    return format_html('<button type="button" class="button" data-copy="{}" hidden>{}</button>', text, label)
+
+
 def link(url: str, label: object) -> SafeString:
     return format_html('<a href="{}">{}</a>', url, label)
 
@@ -164,6 +169,9 @@ def _distance(at: datetime) -> str:
     distance = at - django_now()
     if abs(distance) > _MAX_RELATIVE:
         return f"{at:%-d %b %Y}"
+    if abs(distance) < timedelta(minutes=1):
+        # Without seconds, so that a live page changes once a minute.
+        return "just now" if distance.total_seconds() <= 0 else "in a moment"
     text = duration(abs(distance))
     return f"{text} ago" if distance.total_seconds() <= 0 else f"in {text}"
 

@@ -143,7 +143,7 @@ class CredentialAdmin(ConsoleModelAdmin):
             lead=format_html("{} · accepted from {}", identifier(row), where),
             crumbs=account_crumbs(row.account),
             sections=[
-                Columns([chart or _keys_table(keys), *(timeline or [_facts(row)])]),
+                Columns([chart or _keys_table(keys), *(timeline or (_facts(row),))]),
                 *([_keys_table(keys)] if chart else []),
                 *([_facts(row)] if timeline else []),
             ],

@@ -160,7 +160,7 @@ def _system_rows(request: HttpRequest, now: datetime) -> list[tuple[str, SafeStr
             "Audit chain",
             _state("not signed yet", "wait")
             if signed_at is None
-            else _state(f"signed {duration(now - signed_at)} ago", "good"),
+            else _state(_describe_signed(now - signed_at), "good"),
         ),
         (
             "Webhook delivery",
@@ -185,7 +185,8 @@ def _describe_verifiers(verifiers: Sequence[Seen], now: datetime) -> SafeString:
         return _state("none; the database answers", "dim")
     current = [each for each in verifiers if each.is_current]
     oldest = min((each.seen_at for each in current), default=None)
-    behind = "" if oldest is None else f", seen {duration(max(now - oldest, timedelta()))} ago"
+    is_late = oldest is not None and now - oldest >= timedelta(minutes=1)
+    behind = f", seen {duration(now - oldest)} ago" if oldest is not None and is_late else ""
     tone = "good" if len(current) == len(verifiers) else "bad" if not current else "wait"
     return _state(f"{len(current)} of {len(verifiers)} current{behind}", tone)
 
@@ -209,6 +210,10 @@ def _describe_processes(processes: Sequence[Seen], now: datetime) -> SafeString:
 
 def _state(text: str, tone: str) -> SafeString:
     return format_html('<span class="badge badge-{}">{}</span>', tone, text)
+
+
+def _describe_signed(age: timedelta) -> str:
+    return "signed just now" if age < timedelta(minutes=1) else f"signed {duration(age)} ago"
 
 
 def _count(count: int, noun: str) -> str:

@@ -47,14 +47,19 @@ def receipt_detail(receipt: Receipt, about: SafeString, account: str) -> Detail:
                     ("Confirmed by", _summarize(receipt)),
                 ],
             ),
-            Table(
-                "Verifiers",
-                ("Verifier", "Entry point", "State", "Confirmed (UTC)", "After", "Last report (UTC)"),
-                [_row(receipt, verifier) for verifier in receipt.verifiers],
-                empty="No verifiers. Verifiers with cached keys appear here; without them, verdicts use the database.",
-            ),
+            verifiers_table(receipt),
         ],
         refresh_seconds=None if receipt.is_complete else _REFRESH_SECONDS,
+    )
+
+
+def verifiers_table(receipt: Receipt) -> Table:
+    """Return which verifiers confirmed the change, and when."""
+    return Table(
+        "Verifiers",
+        ("Verifier", "Entry point", "State", "Confirmed (UTC)", "After", "Last report (UTC)"),
+        [_row(receipt, verifier) for verifier in receipt.verifiers],
+        empty="No verifiers. Verifiers with cached keys appear here; without them, verdicts use the database.",
     )
 
 

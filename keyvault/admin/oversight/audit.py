@@ -25,7 +25,9 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import EVERYWHERE, AccessScope
+from keyvault.admin.framework.activity import name_event, sentence_of
 from keyvault.admin.framework.columns import moment_column
+from keyvault.admin.framework.components import Banner, Fold
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleList, ConsoleModelAdmin
 from keyvault.admin.framework.subject_pages import pages_by_field
@@ -41,6 +43,7 @@ from keyvault.admin.framework.widgets import (
     moment,
     mono,
 )
+from keyvault.admin.oversight.audit_export import exported_scopes
 from keyvault.domain.audit import PLATFORM_CHAIN, account_chain, chains_with
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.models import Account, AuditChain, AuditEntry, ConsoleSession, LimitOverride, Operator, PepperVersion
@@ -76,7 +79,7 @@ class ChainFilter(admin.SimpleListFilter):
     Other chains are reached from the page of their account or by query string.
     """
 
-    title = "chain"
+    title = "account"
     parameter_name = "chain"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
@@ -105,7 +108,7 @@ class EventFilter(admin.SimpleListFilter):
     parameter_name = "event"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [(event, event) for event in list_events()]
+        return [(event, name_event(event)) for event in list_events()]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()
@@ -180,8 +183,8 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     menu, singular, plural = "Audit log", "Audit entry", "Audit entries"
     change_list_template = "console/audit_list.html"
 
-    list_display = ("when", "chain_name", "sequence_number", "event", "actor", "about")
-    list_display_links = ("when",)
+    list_display = ("sentence", "when", "account", "about", "event", "sequence_number")
+    list_display_links = ("sentence",)
     list_filter = (ChainFilter, ("at", WhenFilter), EventFilter)
     search_fields = ("event",)  # shows the search box; AuditList defines the search
     search_help_text = (
@@ -201,15 +204,26 @@ class AuditEntryAdmin(ConsoleModelAdmin):
 
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
         """Add the checkpoints, which are of the whole installation."""
-        checkpoints = _checkpoints() if operator_of(request).scope == EVERYWHERE else None
-        return {**super().list_context(request), "checkpoints": checkpoints}
+        scope = operator_of(request).scope
+        context = super().list_context(request)
+        if exported_scopes(scope):
+            context["page_links"] = [Link("Export", reverse("admin:audit_export"))]
+        if scope == EVERYWHERE:
+            found = list_checkpoint_status()
+            context["chain_state"] = _chain_state(found)
+            context["checkpoints"] = Fold("Signed checkpoints", [_checkpoints(found)], "of each scope")
+        return context
 
     @admin.display(description="#")
     def sequence_number(self, entry: AuditEntry) -> int:
         return entry.sequence
 
-    @admin.display(description="chain")
-    def chain_name(self, entry: AuditEntry) -> str:
+    @admin.display(description="what happened")
+    def sentence(self, entry: AuditEntry) -> str:
+        return sentence_of(entry.event, entry.actor)
+
+    @admin.display(description="account")
+    def account(self, entry: AuditEntry) -> str:
         return entry.chain_id.removeprefix(_ACCOUNT)
 
     when = moment_column("when (UTC)", "at")
@@ -235,7 +249,8 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: AuditEntry) -> Detail:
         body = _body(row)
         return Detail(
-            title=f"{row.chain_id} #{row.sequence}",
+            title=sentence_of(row.event, row.actor),
+            lead=format_html("{} · {}", f"{row.chain_id.removeprefix(_ACCOUNT)} #{row.sequence}", moment(row.at)),
             state="",
             sections=[
                 FactTable(
@@ -280,7 +295,27 @@ class AuditEntryAdmin(ConsoleModelAdmin):
         return Extras(links=[Link("Audit entries", self.list_url(f"?{urlencode(query)}"))])
 
 
-def _checkpoints() -> Table:
+def _chain_state(found: Sequence[CheckpointStatus]) -> Banner:
+    """Return the state of the chains in one line: the worst of all scopes."""
+    for status in found:
+        if status.fault is not None:
+            return Banner("The audit log does not match its checkpoints.", f"{status.scope}: {status.fault}", "bad")
+    for status in found:
+        if status.unchecked is not None:
+            return Banner("Signatures are not checked now.", f"{status.scope}: {status.unchecked}", "wait")
+    signed = [status.newest.at for status in found if status.newest is not None and status.newest.at is not None]
+    if not signed:
+        return Banner("No checkpoint is signed yet.", "The worker signs one within minutes.", "wait")
+    unsigned = sum(status.unsigned for status in found)
+    text = format_html("Last signed {}. {} waiting for the next signature.", moment(max(signed)), _entries(unsigned))
+    return Banner("The newest checkpoint of each scope verifies.", text, "good")
+
+
+def _entries(count: int) -> str:
+    return "1 entry is" if count == 1 else f"{count:,} entries are"
+
+
+def _checkpoints(found: Sequence[CheckpointStatus]) -> Table:
     columns = ("scope", "newest", "signed (UTC)", "signer", "unsigned entries", "verification")
     rows = [
         (
@@ -291,9 +326,9 @@ def _checkpoints() -> Table:
             status.unsigned,
             _holds(status),
         )
-        for status in list_checkpoint_status()
+        for status in found
     ]
-    return Table("Signed checkpoints", columns, rows)
+    return Table("Newest checkpoints", columns, rows)
 
 
 def _signer(status: CheckpointStatus) -> SafeString:

@@ -1,10 +1,10 @@
-"""Explain why a request was refused, by request id or by description. No secret is requested or accepted.
+"""Explain why a request was denied, by request id, key id or description. No secret is requested or accepted.
 
 Read-only: a described request is evaluated as if the key's secret had been presented, and spends no limit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,14 +23,17 @@ from keyvault.access.scopes import AccessScope
 from keyvault.access.verification import INVALID, find_exposed
 from keyvault.admin.framework.accounts import environment_field
 from keyvault.admin.framework.actions import Cleaned
+from keyvault.admin.framework.components import Banner, Card, Checks, Columns, EvidenceItem
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.pages import page
-from keyvault.admin.framework.widgets import FactTable, Link, Table, badge, link, mono
+from keyvault.admin.framework.widgets import NOTHING, FactTable, Link, Table, badge, copy_button, link, moment, mono
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
+from keyvault.domain.ids import is_key_id
 from keyvault.models import Refusal
 from keyvault.services.catalog.base_urls import BASE_URLS
 from keyvault.services.catalog.catalog import find_endpoint, match_endpoint
+from keyvault.services.keys.records import find_key_record
 from keyvault.services.limits.overrides import account_limit_in_force, endpoint_limit_in_force
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.verification.judging import Judgement, VerificationRequest, explain_described, judge_presented
@@ -39,6 +42,10 @@ from keyvault.wire.problems import PROBLEM_TYPES
 _WHOLE_KEY = (
     "The input contains a whole key or token. It was neither looked up nor stored. Enter the key id: the 16 characters "
     "after the third underscore. Rotate a key that was pasted in a wrong place."
+)
+_TOO_LONG = (
+    "The input is longer than any id. It was neither looked up nor stored. A request id has at most 32 characters, a "
+    "key id has 16."
 )
 _NOT_KEPT = (
     "No refusal with this id is stored. The request was allowed, was a dry run, is older than 30 days, had no "
@@ -78,12 +85,26 @@ _RETRY_CHECKS = {
 }
 """Checks for the client before it retries, by the `check` member of the response."""
 
-_ID_FIELDS = ("request_id", "key_id", "customer_token_id")
+_ID_FIELDS = ("subject", "key_id", "customer_token_id")
 _MAX_ID_LENGTH = 32
 
+_MAX_DENIALS = 10
+"""Maximum denials that the explanation of a key lists."""
 
-class RequestIdForm(forms.Form):
-    request_id = forms.CharField(label="Request id", max_length=32, help_text="The request_id of the response.")
+_LISTED_FOR = timedelta(days=7)
+"""Maximum age of a listed denial."""
+
+_MATCHED_NOTHING = frozenset({ErrorCode.ENDPOINT_UNKNOWN, ErrorCode.METHOD_NOT_ALLOWED})
+"""Verdicts on a request for no endpoint: all rules of the key itself passed."""
+
+
+class SubjectForm(forms.Form):
+    subject = forms.CharField(
+        label="Request id or key id",
+        max_length=_MAX_ID_LENGTH,
+        widget=forms.TextInput(attrs={"class": "mono", "autocomplete": "off", "spellcheck": "false"}),
+        help_text="The request_id of the response, or the 16 characters after the third underscore of the key.",
+    )
 
 
 class DescribedForm(forms.Form):
@@ -122,7 +143,6 @@ class DescribedForm(forms.Form):
 def explain_view(
     site: AdminSite,
     request: HttpRequest,
-    crumbs: Sequence[Link],
     stored: QuerySet[Refusal],
     url_of: Callable[[Refusal], str],
 ) -> HttpResponse:
@@ -132,23 +152,29 @@ def explain_view(
         stored: refusals that the operator may see.
         url_of: returns the page of a stored refusal.
     """
-    by_id = RequestIdForm()
+    by_id = SubjectForm()
     by_description = DescribedForm()
-    context: dict[str, Any] = {"title": "Why was this refused?", "crumbs": crumbs}
+    context: dict[str, Any] = {"title": "Explain a denial"}
     status = 200
     if request.method == "POST":
-        if _holds_secret(request.POST):
-            # Echo none of the input: it contains a secret.
-            context["error"], status = _WHOLE_KEY, 400
-        elif "request_id" in request.POST:
-            by_id = RequestIdForm(request.POST)
-            found = stored.filter(pk=by_id.cleaned_data["request_id"].strip()).first() if by_id.is_valid() else None
+        if (secret := _find_secret(request.POST)) is not None:
+            # Echo none of the input: it may contain a secret.
+            context["error"], status = secret, 400
+        elif "subject" in request.POST:
+            by_id = SubjectForm(request.POST)
+            subject = by_id.cleaned_data["subject"].strip() if by_id.is_valid() else ""
+            found = stored.filter(pk=subject).first() if subject else None
             if found is not None:
                 return HttpResponseRedirect(url_of(found))
-            status = 404 if by_id.is_valid() else 400
-            context["error"] = _NOT_KEPT if by_id.is_valid() else ""
+            if is_key_id(subject):
+                context["sections"] = _explain_key(subject, operator_of(request).scope, stored, url_of)
+                by_description = DescribedForm(initial={"key_id": subject})
+            else:
+                status = 404 if subject else 400
+                context["error"] = _NOT_KEPT if subject else ""
         else:
             by_description = DescribedForm(request.POST)
+            context["is_described"] = True
             if by_description.is_valid():
                 context["sections"] = _explanation(by_description.cleaned_data, operator_of(request).scope)
             else:
@@ -156,52 +182,140 @@ def explain_view(
     return page(site, request, "explain", {**context, "by_id": by_id, "by_description": by_description}, status=status)
 
 
-def verdict_facts(code: ErrorCode, detail: str, internal: str) -> FactTable:
-    """Return the response, its meaning, and the details for operators only."""
+def verdict_sections(
+    code: ErrorCode,
+    detail: str,
+    internal: str,
+    trace: Sequence[tuple[ErrorCode, bool]],
+    *,
+    subject: str = "The request is",
+) -> list[Any]:
+    """Return the verdict as a sentence with an answer for the merchant, the rules, and the details.
+
+    Args:
+        internal: for operators only; no part of the answer.
+        subject: beginning of the sentence, before `denied`.
+    """
     kind = PROBLEM_TYPES[code]
     rows: list[tuple[str, Any]] = [
         ("Response", f"{kind.status} {kind.title}"),
         ("Code", mono(code)),
         ("Detail sent to the caller", detail),
-        ("Cause", kind.cause),
-        ("Remedy", kind.remedy),
+        ("Cause", _without_marks(kind.cause)),
+        ("Remedy", _without_marks(kind.remedy)),
     ]
     if kind.check is not None:
         rows.append(("Check before retrying", f"{kind.check}: {_RETRY_CHECKS[kind.check]}"))
     if internal:
         rows.append(("For operators only", internal))
-    return FactTable("Verdict", rows)
+    cause, remedy = _without_marks(kind.cause), _without_marks(kind.remedy)
+    lead = f"{subject} denied: {kind.title}."
+    answer = " ".join([lead, f"The response is {kind.status} {code}.", cause, remedy])
+    return [
+        Banner(lead, remedy, "bad", [copy_button(answer, "Copy answer for the merchant")]),
+        Columns([rules_card(trace, code), FactTable("Verdict", rows)]),
+    ]
 
 
-def trace_table(trace: Sequence[tuple[ErrorCode, bool]]) -> Table:
+def rules_card(trace: Sequence[tuple[ErrorCode, bool]], denied: ErrorCode | None = None) -> Card:
+    """Return the rules that were applied, in order. The one that denied the request is open.
+
+    A denial that no rule of the trace records comes last.
+    """
+    applied = list(trace)
+    if denied is not None and all(passed for _, passed in applied):
+        applied.append((denied, False))
+    return Card("Rules applied, in order", Checks([_check(code, passed) for code, passed in applied]))
+
+
+def _without_marks(text: str) -> str:
+    """Return a text of the problem types without the marks of code, which only the documentation renders."""
+    return text.replace("`", "")
+
+
+def _check(code: ErrorCode, passed: bool) -> EvidenceItem:
+    requirement = _CHECKS.get(code, PROBLEM_TYPES[code].title)
+    title = f"{requirement[0].upper()}{requirement[1:]}"
+    if passed:
+        return EvidenceItem(title, "done")
+    return EvidenceItem(title, "failed", f"Not met. {_without_marks(PROBLEM_TYPES[code].cause)}", badge("refused"))
+
+
+def _find_secret(sent: QueryDict) -> str | None:
+    """Return why the input is refused unseen: a whole key, or an id field with more than an id. None: neither."""
+    texts = [text for _, values in sent.lists() for text in map(str, values)]
+    if any(find_exposed(text) is not None for text in texts):
+        return _WHOLE_KEY
+    ids = [text.strip() for name in _ID_FIELDS for text in map(str, sent.getlist(name))]
+    return _TOO_LONG if any(len(text) > _MAX_ID_LENGTH for text in ids) else None
+
+
+def _explain_key(
+    key_id: str, scope: AccessScope, stored: QuerySet[Refusal], url_of: Callable[[Refusal], str]
+) -> list[Any]:
+    """Explain what every request with this key gets, with its latest denials. A key outside the scope is unknown."""
+    record = find_key_record(key_id)
+    if record is None or not scope.has(record.merchant_id, record.environment):
+        return [Banner("No key has this id.", "Every request with it is denied: Credential invalid.", "bad")]
+    now = datetime.now(UTC)
+    presented = VerificationRequest(
+        key=None, environment=record.environment, endpoint=NoMatchingEndpoint(), is_dry=True
+    )
+    judgement = explain_described(presented, key_id, None, now)
+    verdict = None if judgement is None else judgement.verdict
+    url = reverse("admin:keyvault_key_change", args=[key_id])
+    sections: list[Any]
+    if isinstance(verdict, Denial) and verdict.code not in _MATCHED_NOTHING:
+        trace = [(check.rule, check.passed) for check in judgement.trace] if judgement else []
+        subject = f"Every request with key {key_id} is"
+        sections = verdict_sections(verdict.code, verdict.detail, verdict.internal, trace, subject=subject)
+    else:
+        text = "Whether a request is allowed depends on the endpoint, the merchant that it names and its address."
+        sections = [Banner("The key itself is accepted.", text, "good", [Link("Open key", url)])]
+    return [*sections, _denials_table(key_id, record.environment, now, stored, url_of)]
+
+
+def _denials_table(
+    key_id: str,
+    environment: Environment,
+    now: datetime,
+    stored: QuerySet[Refusal],
+    url_of: Callable[[Refusal], str],
+) -> Table:
+    # The environment lets the database read an index by time, newest first, for a key with many denials.
+    rows = stored.filter(key_id=key_id, environment=environment, at__gte=now - _LISTED_FOR).order_by("-at")
     return Table(
-        "Rules applied, in order",
-        ["rule", "outcome", "requirement"],
+        f"Latest denials of key …{key_id[-6:]}",
+        ["request", "when", "denied as", "endpoint", "source"],
         [
-            [mono(code), badge("passed" if passed else "refused"), _CHECKS.get(code, PROBLEM_TYPES[code].title)]
-            for code, passed in trace
+            [
+                link(url_of(row), mono(row.request_id)),
+                moment(row.at),
+                PROBLEM_TYPES[ErrorCode(row.code)].title,
+                row.endpoint or NOTHING,
+                mono(row.source or NOTHING),
+            ]
+            for row in rows[:_MAX_DENIALS]
         ],
+        empty=f"No request with this key was denied in the last {_LISTED_FOR.days} days.",
     )
 
 
-def _holds_secret(sent: QueryDict) -> bool:
-    """Whether any field contains a whole key, or an id field contains more than an id."""
-    texts = [text for _, values in sent.lists() for text in map(str, values)]
-    ids = [text for name in _ID_FIELDS for text in map(str, sent.getlist(name))]
-    return any(find_exposed(text) is not None for text in texts) or any(len(text) > _MAX_ID_LENGTH for text in ids)
-
-
-def _explanation(cleaned: Cleaned, scope: AccessScope) -> list[FactTable | Table]:
+def _explanation(cleaned: Cleaned, scope: AccessScope) -> list[Any]:
     environment = Environment(cleaned["environment"])
     endpoint = _endpoint(cleaned, environment)
     judgement = _judge(cleaned, environment, endpoint, scope)
-    sections: list[FactTable | Table] = []
+    sections: list[Any]
     verdict = judgement.verdict
+    trace = [(check.rule, check.passed) for check in judgement.trace]
     if isinstance(verdict, Denial):
-        sections.append(verdict_facts(verdict.code, verdict.detail, verdict.internal))
+        sections = verdict_sections(verdict.code, verdict.detail, verdict.internal, trace)
     else:
-        sections.append(FactTable("Verdict", [("Response", "200 Allowed"), *_limits(judgement, endpoint)]))
-    sections.append(trace_table([(check.rule, check.passed) for check in judgement.trace]))
+        limits = FactTable("Verdict", [("Response", "200 Allowed"), *_limits(judgement, endpoint)])
+        sections = [
+            Banner("The request is allowed.", "No rule denies it.", "good"),
+            Columns([rules_card(trace), limits]),
+        ]
     sections.append(FactTable("Assumptions", list(_assumptions(cleaned, judgement))))
     if isinstance(endpoint, Endpoint):
         sections.append(FactTable(f"Authorization of {endpoint.name}", authorization_panel(endpoint)))

@@ -1,30 +1,30 @@
 """Recent refusals in the console, by request id and with each rule applied."""
 
-from typing import Any
-
 from django.contrib import admin
+from django.contrib.admin import AdminSite
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
-from django.urls import URLPattern, path, reverse
+from django.urls import reverse
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.filters import state_filter
+from keyvault.admin.framework.menu import ConsolePage
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
     FactTable,
-    Link,
-    Table,
     badge,
+    identifier,
     link,
     moment,
     mono,
 )
-from keyvault.admin.oversight.explain import explain_view, trace_table, verdict_facts
+from keyvault.admin.oversight.explain import explain_view, verdict_sections
 from keyvault.domain.errors import ErrorCode
 from keyvault.models import Refusal
 
@@ -35,7 +35,6 @@ class RefusalAdmin(ConsoleModelAdmin):
     view_permissions = (P.VERDICTS_EXPLAIN,)
     menu, singular, plural = "Explain a denial", "Refusal", "Refusals"
     id_pattern = r"[0-9A-Za-z._~-]{16,32}"
-    change_list_template = "console/change_list_more.html"
 
     list_display = ("request_id", "when", "code", "endpoint", "key")
     list_filter = ("environment", state_filter(_BY_CODE, name="code", title="code"), "door")
@@ -48,24 +47,6 @@ class RefusalAdmin(ConsoleModelAdmin):
         if scope.merchants is not None:
             rows = rows.filter(merchant_id__in=scope.merchants)
         return rows if scope == EVERYWHERE else rows.filter(environment__in=scope.environments)
-
-    def get_urls(self) -> list[URLPattern]:
-        """Add the explanation page. A request id is longer than `explain`, so no request has that id."""
-        explain = self.guarded(self.view_permissions, ("GET", "HEAD", "POST"), self._explain_view)
-        return [path("explain/", explain, name="keyvault_refusal_explain"), *super().get_urls()]
-
-    def _explain_view(self, request: HttpRequest) -> HttpResponse:
-        stored = self.get_queryset(request)
-        return explain_view(self.admin_site, request, self._crumbs(), stored, self.url_of)
-
-    def list_context(self, request: HttpRequest) -> dict[str, Any]:
-        return {**super().list_context(request), "page_links": [self._explain_link()]}
-
-    def create_links(self, request: HttpRequest) -> list[Link]:
-        return [self._explain_link()] if self.has_view_permission(request) else []
-
-    def _explain_link(self) -> Link:
-        return Link("Why was this refused?", reverse("admin:keyvault_refusal_explain"))
 
     when = moment_column("when (UTC)", "at")
 
@@ -90,13 +71,14 @@ class RefusalAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Refusal) -> Detail:
         code = ErrorCode(row.code)
+        trace = [(ErrorCode(code), bool(passed)) for code, passed in row.trace]
         return Detail(
-            title=f"Why was this refused? {row.request_id}",
-            state="refused",
+            title="Denied request",
+            state="",
+            lead=format_html("{} · {}", identifier(row.request_id), moment(row.at)),
             sections=[
-                verdict_facts(code, row.detail, row.internal),
+                *verdict_sections(code, row.detail, row.internal, trace, subject=_describe(row)),
                 self.summary(row),
-                _trace(row),
             ],
         )
 
@@ -108,5 +90,27 @@ def _key(row: Refusal) -> SafeString | str:
     )
 
 
-def _trace(row: Refusal) -> Table:
-    return trace_table([(ErrorCode(code), bool(passed)) for code, passed in row.trace])
+def _describe(row: Refusal) -> str:
+    """Return the request as the beginning of a sentence, for the merchant."""
+    endpoint = f" for {row.endpoint}" if row.endpoint else ""
+    return f"Request {row.request_id}{endpoint} in {row.environment} at {row.at:%Y-%m-%d %H:%M:%S} UTC was"
+
+
+def _explain(site: AdminSite, request: HttpRequest) -> HttpResponse:
+    refusals = site._registry[Refusal]
+    if not isinstance(refusals, RefusalAdmin):
+        raise TypeError(f"{refusals} is not a RefusalAdmin")
+    return explain_view(site, request, refusals.get_queryset(request), refusals.url_of)
+
+
+PAGES = (
+    ConsolePage(
+        "explain",
+        "explain/",
+        "Explain",
+        "Explain a denial",
+        (P.VERDICTS_EXPLAIN,),
+        _explain,
+        ("GET", "HEAD", "POST"),
+    ),
+)

@@ -240,6 +240,7 @@ class RegionalVerifier(AssembledVerifier):
         """Read the feed once, so that the service knows this reader before its first report. Then follow and report."""
         try:
             self._remote.read_once()
+            self._remote.confirm_once()
         except (CentralUnavailableError, CentralRefusedError) as error:
             _log.warning("the central service does not answer yet; requests get verifier_stale", extra={"why": error})
         self._remote.start()

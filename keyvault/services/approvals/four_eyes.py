@@ -16,10 +16,18 @@ class _Approvable(Protocol):
 
     pk: Any
     approvals: Any
-    approvals_needed: Any
-    plan_digest: Any
-    requester_person: Any
-    is_requester_claimed: Any
+
+    @property
+    def approvals_needed(self) -> Any: ...
+
+    @property
+    def plan_digest(self) -> Any: ...
+
+    @property
+    def requester_person(self) -> Any: ...
+
+    @property
+    def is_requester_claimed(self) -> Any: ...
 
     def compare_and_swap(self, **changes: Any) -> Any: ...
 

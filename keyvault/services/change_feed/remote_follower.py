@@ -5,9 +5,10 @@ read was sent plus the time that it waited there, so a slow line makes the memor
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from keyvault.backends.central import CALL_SECONDS, CentralRefusedError, CentralService, CentralUnavailableError
@@ -24,6 +25,8 @@ KINDS: Final = frozenset(
 
 _PAUSES: Final = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Pauses after consecutive failures, in seconds; the last one repeats."""
+
+_CONFIRM_CHECK_SECONDS: Final = 1.0
 
 _NEVER: Final = float("-inf")
 
@@ -47,6 +50,8 @@ class RemoteFollower(BackgroundThread):
     _fresh_until: float = _NEVER
     _wait_seconds: int = 0
     _failures: int = 0
+    _applied: threading.Event = field(default_factory=threading.Event)
+    """Set while something is applied and not confirmed."""
 
     @property
     def is_fresh(self) -> bool:
@@ -58,7 +63,7 @@ class RemoteFollower(BackgroundThread):
         raise RuntimeError("a regional verifier does not fork")
 
     def read_once(self) -> None:
-        """Read, apply and confirm. Raises CentralUnavailableError, CentralRefusedError."""
+        """Read and apply; `confirm_once` confirms. Raises CentralUnavailableError, CentralRefusedError."""
         monotonic, wall = time.monotonic(), time.time()
         query: dict[str, object] = {"reader": self.name}
         if self._after is not None:
@@ -71,8 +76,16 @@ class RemoteFollower(BackgroundThread):
         self._after = body["sequence"]
         self._note_fresh(body, monotonic, wall)
         if self._after > self._confirmed:
-            self.central.post("/v1/changes/confirmations", {"reader": self.name, "sequence": self._after})
-            self._confirmed = self._after
+            self._applied.set()
+
+    def confirm_once(self) -> None:
+        """Confirm what is applied, if it is more than before. Raises CentralUnavailableError, CentralRefusedError."""
+        self._applied.clear()
+        sequence = self._after
+        if sequence is not None and sequence > self._confirmed:
+            self.central.post("/v1/changes/confirmations", {"reader": self.name, "sequence": sequence})
+            # Not after the reader has started again, perhaps with lower sequences.
+            self._confirmed = sequence if self._after is not None and self._after >= sequence else 0
 
     def start_again(self) -> None:
         """Drop the memory and the position: the service does not know this reader any more."""
@@ -93,11 +106,25 @@ class RemoteFollower(BackgroundThread):
         self.confirm(_NEVER, 0.0)
 
     def _loop(self) -> None:
+        # Apart from the reads, because receipts wait for a confirmation, and the next change for the next read.
+        threading.Thread(target=self._confirm_all, name="feed-confirm", daemon=True).start()
         while not self._stop.is_set():
             self._try_read()
             if self._failures:
                 self._stop.wait(_PAUSES[min(self._failures - 1, len(_PAUSES) - 1)])
         self._withdraw()
+
+    def _confirm_all(self) -> None:
+        stop = self._stop
+        while not stop.is_set():
+            if not self._applied.wait(_CONFIRM_CHECK_SECONDS):
+                continue
+            try:
+                self.confirm_once()
+            except (CentralUnavailableError, CentralRefusedError):
+                # The follower logs that the line is down. It starts again if the service does not know the reader.
+                self._applied.set()
+                stop.wait(_PAUSES[1])
 
     def _try_read(self) -> None:
         try:

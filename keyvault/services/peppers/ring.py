@@ -25,6 +25,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.backends import meters
 from keyvault.backends.base import BackendConflictError, BackendMissingError, Mount
+from keyvault.backends.central import CentralUnavailableError
 from keyvault.domain.digests import PEPPER_BYTES, PEPPER_SET, Peppers, PepperSet
 from keyvault.domain.errors import IntegrityError, KeyvaultError, NotFoundError, VerifierStaleError
 from keyvault.domain.plaintext import Plaintext
@@ -186,6 +187,8 @@ class PepperRing:
             for pepper_set in self._missing():
                 self(pepper_set)
             self.refresh()
+        except CentralUnavailableError as error:
+            _log.warning("the peppers could not be refreshed", extra={"why": error})
         except Exception:  # noqa: BLE001  the next refresh tries again
             _log.exception("the peppers could not be refreshed")
         finally:

@@ -79,9 +79,10 @@ def _rows(
 ) -> QuerySet[Any, Any]:
     """Select the kind, name, time and number of the first rows, which are limited inside, as SQLite requires."""
     selected = rows.model._base_manager.filter(pk__in=rows.values("pk")[:most]).order_by()
-    return selected.annotate(
+    rows_as_tuples: QuerySet[Any, Any] = selected.annotate(
         row_kind=Value(kind, CharField()),
         row_name=Cast(name, TextField()),
         row_at=F(at),
         row_number=F(number) if number else Value(0, IntegerField()),
     ).values_list("row_kind", "row_name", "row_at", "row_number")
+    return rows_as_tuples

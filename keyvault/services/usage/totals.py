@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
 
-from django.db.models import F, Sum
+from django.db.models import Sum
 
 from keyvault.domain.environments import Environment
 from keyvault.models import UsageTotal, UseBucket
@@ -44,7 +44,7 @@ def write_totals(now: datetime) -> None:
     minutes = UseBucket.objects.filter(is_exposure=False, span=UseSpan.MINUTE, minute__gte=first)
     rows = (
         minutes.filter(context__outcome__in=_COUNTED)
-        .values_list("minute", "context__outcome", environment=F("context__key__account_environment"))
+        .values_list("minute", "context__outcome", "context__key__account_environment")
         .annotate(total=Sum("count"))
         .order_by()
     )

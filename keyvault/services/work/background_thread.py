@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from django.db import InterfaceError, OperationalError, close_old_connections, connections
 
+from keyvault.backends.central import CentralUnavailableError
 from keyvault.services.work.thread_priority import lower_priority
 
 _log = logging.getLogger(__name__)
@@ -60,11 +61,12 @@ def stop_at_exit(stop: Callable[[], None]) -> None:
 def log_failure(log: logging.Logger, failure: str, *, outage: str | None = None, **fields: object) -> Iterator[None]:
     """Log a failure of the block and go on.
 
-    Logs a warning when the database is unavailable (`outage`, by default `failure`), and a traceback otherwise.
+    Logs a warning when the database, or a region's central service, is unavailable (`outage`, by default `failure`),
+    and a traceback otherwise.
     """
     try:
         yield
-    except (OperationalError, InterfaceError) as error:
+    except (OperationalError, InterfaceError, CentralUnavailableError) as error:
         log.warning(outage or failure, extra={"why": error, **fields})
     except Exception:
         log.exception(failure, extra=fields)

@@ -5,4 +5,5 @@ import './copy.js';
 import './forms.js';
 import './live.js';
 import './menus.js';
+import './secret.js';
 import './times.js';

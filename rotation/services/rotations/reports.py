@@ -121,8 +121,9 @@ def find_sealed(key_id: str) -> Rotation | None:
     is_delivered = Q(delivered_at__isnull=False, handover__isnull=False, acknowledged_at=None)
     is_ending = Q(state__in=[*CLOSED, S.ROLLING_BACK]) | Q(state=S.STALLED, stalled_from=S.ROLLING_BACK)
     rotation = _find(Q(predecessor_id=key_id) & is_delivered & ~is_ending)
-    is_current = rotation is not None and rotation.handover["key_id"] == rotation.replacement_id
-    return rotation if is_current else None
+    if rotation is None or rotation.handover is None or rotation.handover["key_id"] != rotation.replacement_id:
+        return None
+    return rotation
 
 
 def subject_of(rotation_id: str) -> str:

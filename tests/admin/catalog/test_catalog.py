@@ -112,9 +112,7 @@ def test_catalog_panel_is_the_same_everywhere(desk: Desk) -> None:
     pages = [
         text_of(client.get(address("keyvault_catalogendpoint_panels"))),
         text_of(client.get(address("keyvault_catalogendpoint_change", "refunds.create"))),
-        text_of(
-            client.post(address("keyvault_refusal_explain"), {"environment": "sandbox", "endpoint": "refunds.create"})
-        ),
+        text_of(client.post(address("explain"), {"environment": "sandbox", "endpoint": "refunds.create"})),
     ]
     found = find_endpoint("refunds.create")
     assert isinstance(found, Endpoint)

@@ -1,5 +1,7 @@
 """Queries of every page of the console, by GET."""
 
+from typing import Any
+
 import pytest
 from django import forms
 from django.contrib import admin
@@ -51,7 +53,8 @@ def test_queries_of_every_page_are_few(desk: Desk, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("model_admin", admin.site._registry.values(), ids=lambda each: each.opts.model_name)
 def test_queries_no_form_lists_rows(model_admin: ConsoleModelAdmin) -> None:
     """Guarantee: no form has a choice for each row of a table."""
-    forms_of = [action.form for action in (*model_admin.row_actions, *model_admin.create_actions)]
+    actions: list[Any] = [*model_admin.row_actions, *model_admin.create_actions]
+    forms_of = [action.form for action in actions]
     listing = [
         (form.__name__, name)
         for form in forms_of

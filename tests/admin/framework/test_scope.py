@@ -85,7 +85,8 @@ def test_scope_of_another_merchant_finds_no_object(desk: Desk, scope: AccessScop
     wrong = []
     for name, path in addresses:
         noun = "_".join(name.split("_")[:2])
-        if (name, path) in set(list_pages()) or noun in SHARED or name in OPEN | OWN | {"logout", "everything else"}:
+        others = OPEN | OWN | {"logout", "environment", "everything else"}
+        if (name, path) in set(list_pages()) or noun in SHARED or name in others:
             continue
         answers = statuses(client, path)
         if answers["get"] != 404 or answers["post"] not in {404, 405}:
@@ -379,12 +380,12 @@ def test_scope_changes_nothing_of_the_installation(desk: Desk, page: str) -> Non
 def test_scope_explanation_knows_no_key_of_another_merchant(desk: Desk) -> None:
     make_merchant("globex")
     key, _ = issue(desk.sandbox)
-    client, page = browser(limited(GLOBEX)), address("keyvault_refusal_explain")
+    client, page = browser(limited(GLOBEX)), address("explain")
     described = {"environment": "sandbox", "endpoint": "orders.create"}
     texts = [text_of(client.post(page, {**described, "key_id": each})) for each in (str(key.pk), "A" * 16)]
     assert "no key with this id exists" in texts[0]
     assert comparable(texts[0], key.pk) == comparable(texts[1], "A" * 16)
-    assert client.post(page, {"request_id": "R" * 22}).status_code == 404
+    assert client.post(page, {"subject": "R" * 22}).status_code == 404
 
 
 def test_scope_calendar_lists_its_credentials_only(desk: Desk) -> None:

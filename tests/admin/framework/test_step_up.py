@@ -26,7 +26,6 @@ STEP_UP_ACTIONS = {
     "keyvault_credential_compromised",
     "keyvault_issuancerequest_approve",
     "keyvault_issuancerequest_collect",
-    "keyvault_key_leak",
     "keyvault_key_report-compromise",
     "keyvault_key_revoke",
     "keyvault_operator_disable",

@@ -1,21 +1,26 @@
 """The audit chains in the console: searchable and read-only."""
 
+import json
 import re
+from collections import Counter
 from html import unescape
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.roles import Role
+from keyvault.access.scopes import AccessScope
 from keyvault.admin.oversight import audit
 from keyvault.backends.base import BackendUnavailableError
-from keyvault.models import AuditChain, AuditEntry
+from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
 from keyvault.services.audit.checkpoints import sign_due
 from keyvault.services.audit.signers import LocalSigner
 from keyvault.services.keys.lifecycle import suspend_key
 from keyvault.services.recording.audit_chain import verify_audit
 from tests.admin.desk import Desk, address, browser, text_of
-from tests.factories import grant, issue, make_merchant, now
+from tests.factories import SANDBOX, grant, issue, make_merchant, make_operator, now
 from tests.services.rows import disable_triggers
 
 pytestmark = pytest.mark.database
@@ -32,8 +37,7 @@ def test_audit_search_by_key_id_finds_the_keys_entries(desk: Desk) -> None:
     issue(desk.sandbox, label="another")
     suspend_key(grant(desk.responder, P.KEYS_SUSPEND, desk.sandbox), key)
     text = found(desk, q=key.pk)
-    assert "key.suspended" in text
-    assert "operator:responder" in text
+    assert "Key suspended by responder" in text
     assert "5 audit entries" in text  # staged, stored, activated, issued, suspended
 
 
@@ -104,6 +108,7 @@ def test_audit_page_shows_the_newest_checkpoint_of_each_scope(desk: Desk) -> Non
     text = found(desk)
     assert "Signed checkpoints" in text
     assert "badge-holds" in text
+    assert "The newest checkpoint of each scope verifies." in text
     assert "<code>local</code> version 1" in text
     assert "badge-pending" in text  # production, without entries so far
     assert "badge-broken" not in text
@@ -119,6 +124,7 @@ def test_audit_page_shows_an_invalid_checkpoint(desk: Desk) -> None:
     AuditChain.objects.filter(name=head.name).update(sequence=head.sequence - 1)
     text = found(desk)
     assert "badge-broken" in text
+    assert "The audit log does not match its checkpoints." in text
     assert f"ends before entry {head.sequence}, which it signs" in text
 
 
@@ -130,4 +136,47 @@ def test_audit_page_during_a_signer_outage_is_shown(desk: Desk) -> None:
     with mock.patch.object(LocalSigner, "read_public_keys", side_effect=unavailable):
         text = found(desk)
     assert "badge-not_checked" in text
+    assert "Signatures are not checked now." in text
     assert "badge-holds" not in text
+
+
+def export(desk: Desk, page: str, **query: str) -> Any:
+    return browser(desk.auditor).get(address(page), query)
+
+
+def test_audit_export_in_the_browser_has_every_entry_and_the_public_keys(desk: Desk) -> None:
+    """Guarantee: the log is streamed with all its entries and checkpoints, and the keys of its signers are offered."""
+    issue(desk.sandbox)
+    sign_due(now())
+    log, keys = export(desk, "audit_export_log"), export(desk, "audit_export_keys")
+    assert log.streaming
+    assert log["Content-Disposition"].startswith("attachment")
+    records = [json.loads(line) for line in text_of(log).splitlines()]
+    kinds = Counter(record["record"] for record in records)
+    assert kinds["entry"] == AuditEntry.objects.count()
+    assert kinds["checkpoint"] == AuditCheckpoint.objects.count() > 0
+    assert records[-1]["record"] == "end"
+    assert "public_key" in text_of(keys)
+
+
+@pytest.mark.parametrize("since", ["", "x", "2001-01-01", "9999-12-31"])
+def test_audit_export_of_an_invalid_period_shows_the_form(desk: Desk, since: str) -> None:
+    answer = export(desk, "audit_export_log", since=since)
+    assert answer.status_code == 400
+    assert "Correct the errors below" in text_of(answer)
+
+
+def test_audit_export_has_only_scopes_that_the_operator_may_read(desk: Desk) -> None:
+    """Guarantee: an operator of one environment exports that one; an operator of some merchants exports nothing."""
+    issue(desk.sandbox)
+    issue(desk.production)
+    of_sandbox = make_operator("sam", Role.AUDITOR, scope=AccessScope(environments=frozenset({SANDBOX})))
+    shown = text_of(browser(of_sandbox).get(address("audit_export_log")))
+    assert "acme/sandbox" in shown
+    assert "acme/production" not in shown
+    assert "platform" not in shown
+    of_acme = make_operator("ada", Role.AUDITOR, scope=AccessScope(frozenset({"acme"})))
+    client = browser(of_acme)
+    pages = ("audit_export", "audit_export_log", "audit_export_keys")
+    assert {client.get(address(page)).status_code for page in pages} == {403}
+    assert address("audit_export") not in text_of(client.get(address("keyvault_auditentry_changelist")))

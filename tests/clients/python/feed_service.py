@@ -44,7 +44,7 @@ class FeedService:
         self.count = 1_000
         self.tokens: int | None = None
         self.staleness = 10
-        self.before: dict[str, Callable[[], None]] = {}
+        self.before: dict[str, Callable[[], object]] = {}
         self.cut: set[str] = set()
         self.lost: list[str] = []
 

@@ -17,7 +17,15 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[3]
 CLIENT = ROOT / "clients/python"
 TESTS = Path("tests/clients/python")
-ALONE = ("scripted_server.py", "test_conformance.py", "test_hostile_server.py", "test_key_changes.py", "test_local.py")
+ALONE = (
+    "feed_service.py",
+    "scripted_server.py",
+    "test_conformance.py",
+    "test_hostile_server.py",
+    "test_key_changes.py",
+    "test_local.py",
+    "test_uses.py",
+)
 """The files of the client's tests that need nothing but the client."""
 
 
@@ -52,10 +60,10 @@ def run_alone(folder: Path) -> int:
     """Install the wheel into an empty environment, and run its tests. Return pytest's exit status."""
     wheel = build(folder / "dist")
     venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv/bin/python"
+    python = str(folder / "venv/bin/python")
     pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
-    subprocess.run([*pip, "--require-hashes", "-r", CLIENT / "requirements.txt"], check=True)
-    subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True)
+    subprocess.run([*pip, "--require-hashes", "-r", str(CLIENT / "requirements.txt")], check=True)
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
     place = folder / "alone"
     for path in (TESTS.parents[1], TESTS.parent, TESTS):
         (place / path).mkdir(parents=True, exist_ok=True)
@@ -68,7 +76,7 @@ def run_alone(folder: Path) -> int:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KEYVAULT_"))}
     environment["PYTHONPATH"] = str(place)
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--import-mode=importlib"]
-    return subprocess.run([*command, TESTS], cwd=place, env=environment, check=False).returncode
+    return subprocess.run([*command, str(TESTS)], cwd=place, env=environment, check=False).returncode
 
 
 def main() -> int:

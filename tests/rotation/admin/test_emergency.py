@@ -14,7 +14,7 @@ from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
 from tests.admin.conftest import desk
 from tests.admin.desk import Desk, address, browser, text_of
-from tests.factories import PRODUCTION, issue, now
+from tests.factories import issue, now
 from tests.rotation.services.rotations.test_emergency_races import revoke
 
 __all__ = ["desk"]
@@ -62,72 +62,6 @@ def test_credential_reported_revokes_all_keys_and_requests_one_replacement(desk:
     assert fresh(key).state == KeyState.COMPROMISED
     assert Rotation.objects.get().state == S.EMERGENCY
     assert client.post(page, ON).status_code == 400, "there is nothing left to revoke"
-
-
-def test_leaked_keys_pasted_are_revoked_and_never_shown(desk: Desk) -> None:
-    """Whole keys may be pasted as found: neither the answer nor a later page shows them."""
-    made = [issue(desk.sandbox), issue(desk.production)]
-    client, page = browser(desk.responder), address("keyvault_key_leak")
-    assert page in text_of(client.get("/admin/"))
-    pasted = "\r\n".join([made[0][1].reveal(), made[1][0].key_id, "0" * 16, "nonsense"])
-    shown = text_of(client.post(page, {"key_ids": pasted, **ON}, follow=True))
-    assert "2 keys are revoked and permanently refused." in shown
-    assert f"NOT revoked, 2: {'0' * 16}: There is no such key; no. 4: This is neither a key id" in shown
-    assert made[0][1].reveal() not in shown
-    assert {fresh(key).state for key, _ in made} == {KeyState.COMPROMISED}
-    assert Rotation.objects.count() == 2
-
-
-def test_leak_of_too_many_keys_is_refused(desk: Desk) -> None:
-    many = "\n".join(f"{number:016}" for number in range(501))
-    answer = browser(desk.responder).post(address("keyvault_key_leak"), {"key_ids": many})
-    assert answer.status_code == 400
-    assert "1 to 500 keys" in text_of(answer)
-
-
-def test_leak_report_without_a_known_key_is_an_error_and_keeps_the_form(desk: Desk) -> None:
-    """A report that revokes nothing is never a success message: each line shows its error, and the form can be
-    corrected.
-    """
-    key, text = issue(desk.sandbox)
-    cut = text.reveal()[:-3]
-    answer = browser(desk.responder).post(
-        address("keyvault_key_leak"), {"key_ids": f"{cut}\r\n{'0' * 16}", "reason": "in a gist", **ON}, follow=True
-    )
-    shown = text_of(answer)
-    assert answer.status_code == 400
-    assert "No key was revoked." in shown
-    assert 'class="success"' not in shown
-    assert "no. 1: This is neither a key id nor a whole key." in shown
-    assert f"{'0' * 16}: There is no such key." in shown
-    assert "in a gist" in shown
-    assert fresh(key).state == KeyState.ACTIVE
-
-
-def test_leak_report_refused_shows_no_secret(desk: Desk) -> None:
-    """The pasted text is shown again with key ids only, without any part of a secret."""
-    key, text = issue(desk.sandbox)
-    secret = text.reveal()[-49:-3]
-    too_many = "\n".join(f"{number:016}" for number in range(501))
-    for pasted in (text.reveal()[:-3], f"{too_many}\n{text.reveal()[:-3]}"):
-        shown = text_of(browser(desk.responder).post(address("keyvault_key_leak"), {"key_ids": pasted}))
-        assert key.key_id in shown
-        assert secret[:8] not in shown
-
-
-def test_leak_report_with_unknown_keys_is_a_warning(desk: Desk) -> None:
-    key, _ = issue(desk.sandbox)
-    pasted = f"{key.key_id} nonsense"
-    shown = text_of(browser(desk.responder).post(address("keyvault_key_leak"), {"key_ids": pasted}, follow=True))
-    assert "1 key is revoked and permanently refused. NOT revoked, 1:" in shown
-    assert 'class="warning"' in shown
-    assert 'class="success"' not in shown
-
-
-def test_leak_form_is_prefilled_from_the_url(desk: Desk) -> None:
-    key, _ = issue(desk.sandbox)
-    form = browser(desk.responder).get(f"{address('keyvault_key_leak')}?key={key.key_id}")
-    assert key.key_id in text_of(form)
 
 
 def test_credential_without_a_usable_key_is_reissued_in_two_clicks(desk: Desk) -> None:

@@ -59,7 +59,7 @@ def page(sequence: int, *changes: tuple[str, str], waited: float = 0.0) -> dict[
 
 def following(central: Central) -> tuple[RemoteFollower, Memory]:
     memory = Memory()
-    follower = RemoteFollower(central, "r", memory.apply, memory.confirm, memory.set_bound)  # type: ignore[arg-type]
+    follower = RemoteFollower(central, "r", memory.apply, memory.confirm, memory.set_bound)  # type: ignore[arg-type]  # a stand-in
     return follower, memory
 
 
@@ -68,8 +68,10 @@ def test_first_read_clears_the_memory_and_the_next_applies_before_it_confirms() 
     central = Central(page(7), {}, page(9, ("key", "k1")), {})
     follower, memory = following(central)
     follower.read_once()
+    follower.confirm_once()
     assert memory.done == [None]
     follower.read_once()
+    follower.confirm_once()
     assert memory.done == [None, [("key", "k1")]]
     assert memory.bound == 10
     assert [path for path, _ in central.calls] == ["/v1/changes", "/v1/changes/confirmations"] * 2
@@ -81,9 +83,12 @@ def test_failed_apply_confirms_nothing() -> None:
     central = Central(page(7), {}, page(9, ("key", "k1")))
     follower, memory = following(central)
     follower.read_once()
-    follower.apply = lambda subjects: (_ for _ in ()).throw(RuntimeError("broken"))  # type: ignore[assignment]
+    follower.confirm_once()
+    follower.apply = lambda subjects: (_ for _ in ()).throw(RuntimeError("broken"))
     with pytest.raises(RuntimeError):
         follower.read_once()
+    follower.confirm_once()
+    follower.confirm_once()
     assert len(central.calls) == 3
     assert len(memory.confirmed) == 1
 
@@ -93,8 +98,10 @@ def test_memory_is_vouched_for_from_when_the_read_was_sent() -> None:
     central = Central(page(7), {}, page(7, waited=2.0))
     follower, memory = following(central)
     follower.read_once()
+    follower.confirm_once()
     began = time.monotonic()
     follower.read_once()
+    follower.confirm_once()
     assert began + 2.0 <= memory.confirmed[-1] <= time.monotonic() + 2.0
     assert follower.is_fresh
 
@@ -104,7 +111,9 @@ def test_change_of_an_unknown_kind_clears_the_memory() -> None:
     central = Central(page(7), {}, page(8, ("key", "k1"), ("moon", "x")), {})
     follower, memory = following(central)
     follower.read_once()
+    follower.confirm_once()
     follower.read_once()
+    follower.confirm_once()
     assert memory.done == [None, None]
 
 
@@ -113,11 +122,13 @@ def test_unknown_reader_starts_again_with_an_empty_memory() -> None:
     central = Central(page(7), {}, CentralRefusedError(410, "cursor_expired"), page(3), {})
     follower, memory = following(central)
     follower.read_once()
+    follower.confirm_once()
     follower._try_read()
     assert memory.confirmed[-1] == NEVER
     assert memory.done == [None, None]
     assert not follower.is_fresh
     follower._try_read()
+    follower.confirm_once()
     assert "after" not in central.calls[3][1]
     assert central.calls[4][1] == {"reader": "r", "sequence": 3}
 
@@ -126,14 +137,18 @@ def test_failed_read_neither_extends_nor_withdraws_freshness() -> None:
     central = Central(page(7), {}, CentralUnavailableError("The line is down."))
     follower, memory = following(central)
     follower.read_once()
+    follower.confirm_once()
     follower._try_read()
     assert len(memory.confirmed) == 1
     assert memory.done == [None]
 
 
-def test_lost_confirmation_is_sent_again_after_the_next_read() -> None:
+def test_lost_confirmation_is_sent_again() -> None:
     central = Central(page(7), CentralUnavailableError("cut"), page(7), {})
     follower, _ = following(central)
     follower._try_read()
+    with pytest.raises(CentralUnavailableError):
+        follower.confirm_once()
     follower._try_read()
+    follower.confirm_once()
     assert central.calls[-1] == ("/v1/changes/confirmations", {"reader": "r", "sequence": 7})

@@ -129,7 +129,7 @@ def test_reporter_reports_its_loaded_peppers_with_each_watermark(scene: Scene) -
     load_peppers.cache_clear()
     load_peppers(SANDBOX)
     log = UsageLog()
-    log._register(now())
+    log.sink.register(log.reporter_id, now(), 0)
     assert UsageReporter.objects.get().peppers == {"sandbox": 1, "production": 0, "service": 0}
     load_peppers(PRODUCTION)
     row = rotate()

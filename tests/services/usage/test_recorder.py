@@ -504,8 +504,8 @@ def test_usage_report_with_a_lost_reply_is_written_once(
     """The database committed the report before the connection was lost; each use still counts once."""
     real, lost = recorder._write, [OperationalError("the answer was lost")] * 2
 
-    def write(report: Any) -> bool:
-        is_known = real(report)
+    def write(*report: Any) -> bool:
+        is_known = real(*report)
         if lost:
             raise lost.pop()
         return is_known
@@ -539,10 +539,10 @@ def test_usage_shreds_used_secrets_after_its_reporter_was_deleted(
     log.note_secret_use("cat_1")
     log._thread = threading.current_thread()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise DatabaseError("gone")
 
-    monkeypatch.setattr(UsageLog, "_register", fail)
+    monkeypatch.setattr(recorder, "register_reporter", fail)
     with pytest.raises(DatabaseError):
         log.flush()
     assert (count_of(key), shredded) == (1, [{key.key_id, "cat_1"}])
@@ -561,9 +561,9 @@ def test_usage_report_repeated_while_the_first_is_in_progress_waits_for_it() -> 
     use(log, key)
     report = log._take(is_final=False)._replace(number=2)
     with held_open(lambda: list(UseBucket.objects.select_for_update())):
-        under_way = start(partial(recorder._write, report))
+        under_way = start(partial(recorder._write, report, {}))
         wait_until_blocked(under_way)
-        again = start(partial(recorder._write, report))
+        again = start(partial(recorder._write, report, {}))
         wait_until_blocked(again, connections=2)
     assert (under_way.result(TIMEOUT_SECONDS), again.result(TIMEOUT_SECONDS)) == (True, True)
     assert (count_of(key), KeyUse.objects.get().count) == (2, 2)
@@ -937,7 +937,7 @@ def test_usage_reporter_that_is_lost_restarts_silence_only_where_it_served(
     """A process that never loads production's peppers cannot have lost a use of production's keys."""
     settings.ENVIRONMENTS = served
     log = UsageLog(now=clock)
-    log._register(clock())
+    log.sink.register(log.reporter_id, clock(), 0)
     at = clock.tick(LOST_AFTER.total_seconds() + 1)
     note_lost(at)
     found = [observe(at, environment).lost_at for environment in (Environment.SANDBOX, Environment.PRODUCTION)]

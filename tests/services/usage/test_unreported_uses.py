@@ -129,7 +129,7 @@ def test_uses_of_a_failed_report_are_reported(
 ) -> None:
     use(log, key)
     with monkeypatch.context() as patch:
-        patch.setattr(recorder, "_write", lambda _: (_ for _ in ()).throw(OperationalError("gone")))
+        patch.setattr(recorder, "_write", lambda *_: (_ for _ in ()).throw(OperationalError("gone")))
         for source in ("198.51.100.1", "203.0.113.1"):
             with pytest.raises(OperationalError):
                 log.flush()
@@ -153,7 +153,7 @@ def test_file_of_a_process_whose_last_report_fails_is_reported(
 ) -> None:
     use(log, key)
     with monkeypatch.context() as patch:
-        patch.setattr(recorder, "_write", lambda _: (_ for _ in ()).throw(OperationalError("gone")))
+        patch.setattr(recorder, "_write", lambda *_: (_ for _ in ()).throw(OperationalError("gone")))
         with pytest.raises(OperationalError):
             log._finish()
     report_dead(clock())

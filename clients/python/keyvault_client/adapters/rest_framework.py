@@ -54,7 +54,8 @@ class RefusedRequest(APIException):
         # The framework would turn the members of the problem document into texts.
         self.detail = json.loads(decision.body)
         self.auth_header = decision.header("WWW-Authenticate")
-        self.wait = decision.header("Retry-After")
+        retry_after = decision.header("Retry-After") or ""
+        self.wait = int(retry_after) if retry_after.isdecimal() else None
 
 
 class KeyvaultAuthentication(BaseAuthentication):

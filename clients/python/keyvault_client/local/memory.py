@@ -124,8 +124,8 @@ class Memory:
             if granted.lease is not None and not self._leases.take(granted.lease, now):
                 smallest = rules.smallest_count(held.record, endpoint)
                 return Miss(digest, self._leases.next_batch(granted.lease, smallest, now), granted.lease)
-            # Within the lock, so that no report says that it has every use until a later time.
-            self._uses.count(use, at)
+            # The time too is taken within the lock: an earlier report may say that it has every use until then.
+            self._uses.count(use, time.time())
         return granted.decision
 
     def learn(self, miss: Miss, decision: Decision) -> None:

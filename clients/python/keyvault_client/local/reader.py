@@ -173,12 +173,13 @@ class FeedReader:
         if not self._registered.is_set():
             return
         self._memory.begin_report()
-        has_more = True
-        while has_more:
-            report = self._memory.next_report()
-            has_more = self._report(report, is_final=is_final)
+        while self._report(self._memory.next_report()):
+            pass
+        if is_final:
+            # A report of its own, whose number is certainly new.
+            self._report(self._memory.next_report(), is_final=True)
 
-    def _report(self, report: Report, *, is_final: bool) -> bool:
+    def _report(self, report: Report, *, is_final: bool = False) -> bool:
         """Send a report. Returns whether there is another one to send."""
         body = {
             "reader": self._name,
@@ -187,7 +188,7 @@ class FeedReader:
             "uses": report.rows,
         }
         try:
-            self._ask("POST", "/v1/usage-reports", body | {"is_final": True} if is_final and report.is_last else body)
+            self._ask("POST", "/v1/usage-reports", body | {"is_final": True} if is_final else body)
         except UnexpectedReplyError as error:
             if error.status != 400 or not report.rows:
                 raise

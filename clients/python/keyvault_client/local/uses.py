@@ -28,7 +28,6 @@ class Report:
     number: int
     flushed_through: float
     rows: list[dict[str, Any]]
-    is_last: bool
 
 
 class Uses:
@@ -38,6 +37,7 @@ class Uses:
         self._rows: dict[UseKey, list[float]] = {}
         self._waiting: deque[list[dict[str, Any]]] = deque()
         self._number = 0
+        self._unanswered: Report | None = None
         self._flushed_through = self._through = time.time()
 
     @property
@@ -60,24 +60,28 @@ class Uses:
             self._waiting.append(described[start : start + MAX_REPORTED])
 
     def next_report(self) -> Report:
-        """Return the report to send next; it has no rows when everything was stored."""
-        rows = self._waiting[0] if self._waiting else []
-        # Only the last report may say that everything is flushed.
-        is_last = len(self._waiting) <= 1
-        return Report(self._number + 1, self._through if is_last else self._flushed_through, rows, is_last)
+        """Return the report to send next: the one before until it is stored, because its number may be stored already.
+
+        It has no rows when everything was stored.
+        """
+        if self._unanswered is None:
+            rows = self._waiting.popleft() if self._waiting else []
+            # Only the last report may say that everything is flushed.
+            through = self._flushed_through if self._waiting else self._through
+            self._unanswered = Report(self._number + 1, through, rows)
+        return self._unanswered
 
     def note_stored(self, report: Report) -> bool:
         """Note that the service has stored a report. Returns whether there is another one to send."""
-        self._number, self._flushed_through = report.number, report.flushed_through
-        if self._waiting:
-            self._waiting.popleft()
+        self._number, self._flushed_through, self._unanswered = report.number, report.flushed_through, None
         return bool(self._waiting)
 
     def drop(self, numbers: set[int]) -> None:
-        """Drop rows of the next report that the service refuses; all of them if it names none."""
-        if self._waiting:
-            rows = self._waiting[0]
-            self._waiting[0] = [row for number, row in enumerate(rows) if numbers and number not in numbers]
+        """Drop rows of the report that the service has refused, and not stored; all of them if it names none."""
+        if self._unanswered is not None:
+            rows = self._unanswered.rows
+            self._waiting.appendleft([row for number, row in enumerate(rows) if numbers and number not in numbers])
+            self._unanswered = None
 
 
 def format_time(at: float) -> str:

@@ -1,0 +1,33 @@
+// The page of a secret: masked until it is revealed. One that is shown once is left with a warning, unless it is stored.
+
+const MASK = '\u2022'.repeat(32);
+
+for (const region of document.querySelectorAll('[data-secret]')) {
+  const shown = region.querySelector('code');
+  const button = region.querySelector('[data-secret-reveal]');
+  let secret = shown.textContent;
+
+  const show = (isRevealed) => {
+    shown.textContent = isRevealed ? secret : MASK;
+    button.textContent = isRevealed ? 'Hide' : 'Reveal';
+    button.setAttribute('aria-pressed', String(isRevealed));
+  };
+  button.hidden = false;
+  button.addEventListener('click', () => show(button.getAttribute('aria-pressed') !== 'true'));
+  show(false);
+
+  if (region.dataset.secretOnce) {
+    // A reload opens the page of the row, and does not send the form again.
+    history.replaceState(null, '', region.dataset.secretOnce);
+    const warn = (event) => event.preventDefault();
+    window.addEventListener('beforeunload', warn);
+    for (const link of document.querySelectorAll('[data-secret-stored]')) {
+      link.addEventListener('click', () => window.removeEventListener('beforeunload', warn));
+    }
+  }
+  // No page that the browser keeps for its back button has the secret.
+  window.addEventListener('pagehide', () => {
+    secret = '';
+    region.remove();
+  });
+}

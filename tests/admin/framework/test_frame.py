@@ -1,0 +1,146 @@
+"""The console's frame: search, environment switch, live pages, late forms and the number of queries."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.test import Client
+
+from keyvault.models import UsageTotal, UseBucket, UseContext
+from keyvault.models.usage import UseOutcome
+from keyvault.services.usage.totals import start_of_slot, write_totals
+from tests.admin.desk import Desk, address, browser, text_of
+from tests.factories import PRODUCTION, SANDBOX, issue, now, request_key
+
+pytestmark = pytest.mark.database
+
+MAX_QUERIES = 16
+"""Maximum queries of the overview with rows that need attention. A list has fewer."""
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    queries: list[str] = []
+
+    def note(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        queries.append(sql)
+        return execute(sql, params, many, context)
+
+    with connection.execute_wrapper(note):
+        yield queries
+
+
+def search(client: Client, word: str) -> Any:
+    return client.get(address("search"), {"q": word})
+
+
+@pytest.mark.parametrize("by", ["id", "tail", "credential", "label"])
+def test_search_with_one_hit_opens_it(desk: Desk, by: str) -> None:
+    """Guarantee: an id, the end of a key id or a label leads straight to its page."""
+    key, _ = issue(desk.sandbox, label="orders-worker")
+    pages = {
+        "id": (key.key_id, "keyvault_key_change", key.key_id),
+        "tail": (key.key_id[-6:], "keyvault_key_change", key.key_id),
+        "credential": (key.credential_id, "keyvault_credential_change", key.credential_id),
+        "label": ("orders-w", "keyvault_credential_change", key.credential_id),
+    }
+    word, page, pk = pages[by]
+    answer = search(browser(desk.admin), word)
+    assert (answer.status_code, answer.get("Location")) == (302, address(page, pk))
+
+
+def test_search_shows_all_hits_or_says_that_there_are_none(desk: Desk) -> None:
+    issue(desk.sandbox, label="web-1")
+    issue(desk.sandbox, label="web-2")
+    client = browser(desk.admin)
+    shown = text_of(search(client, "web-"))
+    assert "web-1" in shown
+    assert "web-2" in shown
+    assert "Nothing matches" in text_of(search(client, "absent"))
+
+
+def test_environment_switch_limits_lists_and_marks_production(desk: Desk) -> None:
+    """Guarantee: with production chosen no list shows a sandbox row, and every page is marked."""
+    (sandbox, _), (production, _) = issue(desk.sandbox), issue(desk.production)
+    client, keys = browser(desk.admin), address("keyvault_key_changelist")
+    answer = client.post(address("environment"), {"environment": PRODUCTION, "next": keys})
+    assert answer["Location"] == keys
+    listed = client.get(keys)
+    assert [row.pk for row in listed.context["cl"].result_list] == [production.pk]
+    assert 'class="is-production"' in text_of(listed)
+    client.post(address("environment"), {"environment": ""})
+    assert {row.pk for row in client.get(keys).context["cl"].result_list} == {sandbox.pk, production.pk}
+
+
+def test_live_page_answers_its_fragment_by_etag(desk: Desk) -> None:
+    """Guarantee: an unchanged page costs no body, although CSRF tokens differ in each response."""
+    request_key(desk.production, label="checkout", by=desk.tam)
+    client = browser(desk.approver)
+    first = client.get("/admin/", headers={"X-Keyvault-Fragment": "live"})
+    assert "<html" not in text_of(first)
+    assert "checkout" in text_of(first)
+    again = {"X-Keyvault-Fragment": "live", "If-None-Match": first["ETag"]}
+    assert client.get("/admin/", headers=again).status_code == 304
+    request_key(desk.production, label="billing", by=desk.tam)
+    assert "billing" in text_of(client.get("/admin/", headers=again))
+
+
+def test_form_of_an_expired_session_keeps_what_was_typed_except_secrets(desk: Desk) -> None:
+    """Guarantee: the operator does not type a reason twice; no page repeats a password, code or key."""
+    key, text = issue(desk.sandbox)
+    typed = {"why": "leaked in a ticket", "second_factor_code": "123456", "extra": text.reveal()}
+    page = address("keyvault_key_revoke", key.pk)
+    answer = Client().post(page, typed, headers={"Origin": "http://testserver"})
+    shown = text_of(answer)
+    assert answer.status_code == 403
+    assert "leaked in a ticket" in shown
+    assert "123456" not in shown
+    assert text.reveal() not in shown
+    assert f'action="{page}"' in shown
+
+
+def test_form_of_another_site_keeps_nothing(desk: Desk) -> None:
+    """Guarantee: no other site can prepare a form that an operator sends by mistake."""
+    key, _ = issue(desk.sandbox)
+    client = browser(desk.responder, enforce_csrf_checks=True)
+    answer = client.post(
+        address("keyvault_key_revoke", key.pk), {"why": "forged"}, headers={"Origin": "https://evil.example"}
+    )
+    assert answer.status_code == 403
+    assert "forged" not in text_of(answer)
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(("accept", "status"), [("text/html,*/*", 302), ("application/json", 404)])
+def test_root_leads_a_browser_to_the_console(accept: str, status: int) -> None:
+    assert Client().get("/", headers={"Accept": accept}).status_code == status
+
+
+def test_pages_need_a_bounded_number_of_queries(desk: Desk) -> None:
+    """Guarantee: the overview and the lists cost a fixed number of queries, however many rows there are."""
+    for number in range(8):
+        request_key(desk.production, label=f"label-{number}", by=desk.tam)
+        issue(desk.sandbox, label=f"key-{number}")
+    client = browser(desk.approver)
+    client.get("/admin/")
+    with counted() as queries:
+        assert client.get("/admin/").status_code == 200
+    assert len(queries) <= MAX_QUERIES
+    for page in ("keyvault_key_changelist", "keyvault_credential_changelist", "keyvault_issuancerequest_changelist"):
+        with counted() as queries:
+            assert client.get(address(page)).status_code == 200
+        assert len(queries) <= 12, page
+
+
+def test_totals_are_of_all_keys_and_a_repeated_run_adds_nothing(desk: Desk) -> None:
+    """Guarantee: the overview's chart shows the stored uses, each counted once."""
+    minute = now().replace(second=0, microsecond=0)
+    for key in (issue(desk.sandbox)[0], issue(desk.production)[0]):
+        context = UseContext.objects.create(key=key, outcome=UseOutcome.ALLOWED, source="192.0.2.1")
+        UseBucket.objects.create(context=context, minute=minute, first_at=minute, last_at=minute, count=3)
+    for _ in range(2):
+        write_totals(now())
+    totals = UsageTotal.objects.filter(at=start_of_slot(now()), outcome=UseOutcome.ALLOWED)
+    assert dict(totals.values_list("environment", "count")) == {SANDBOX: 3, PRODUCTION: 3}

@@ -1,0 +1,233 @@
+"""How a client takes up a replacement, from each source, and how the agent brings it."""
+
+import logging
+import pickle
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from keyvault_client import (
+    AuthenticationError,
+    EnvironmentKey,
+    FileKey,
+    KeySourceError,
+    KeyvaultError,
+    MerchantClient,
+    RateLimitedError,
+    RefusedError,
+    VaultKey,
+)
+from keyvault_client.rotate_agent import Agent
+from keyvault_client.sealed import create_recipient_key
+
+from .feed_service import key_string
+from .scripted_server import ScriptedServer, scripted_server
+
+OLD, NEW = key_string(1), key_string(2)
+YES = {"status": 200, "body": {"ok": True}}
+NO = {"status": 401, "body": {"status": 401, "code": "key_revoked", "check": 4, "request_id": "r1"}}
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with scripted_server() as found:
+        yield found
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_text(f"{OLD}\n")
+    return path
+
+
+def client_of(server: ScriptedServer, key: Any) -> MerchantClient:
+    return MerchantClient(f"{server.url}/sandbox", "sandbox", key)
+
+
+def sent(server: ScriptedServer) -> list[tuple[str, str]]:
+    """Return path and key of each request."""
+    return [(request.path.removeprefix("/sandbox"), request.headers["x-api-key"]) for request in server.received]
+
+
+def test_key_of_a_watched_file_is_acknowledged_before_it_is_used(server: ScriptedServer, file: Path) -> None:
+    """Guarantee: a replacement is used after the service has accepted it, without a restart, and acknowledged."""
+    with client_of(server, FileKey(file, watch_seconds=0)) as client:
+        server.begin(YES, {"status": 204, "text": ""}, YES)
+        client.request("GET", "/orders")
+        file.write_text(NEW)
+        client.request("GET", "/orders")
+        assert sent(server) == [("/orders", OLD), ("/credentials/acknowledge", NEW), ("/orders", NEW)]
+
+
+@pytest.mark.parametrize("answer", [NO, {"status": 503, "text": ""}, {"fault": "cut"}])
+def test_predecessor_stays_in_use_until_the_replacement_succeeds(
+    server: ScriptedServer, file: Path, answer: dict[str, Any]
+) -> None:
+    """Guarantee: a replacement that the service does not accept yet stops no traffic."""
+    with client_of(server, FileKey(file, watch_seconds=0)) as client:
+        server.begin(YES, answer, YES, {"status": 404, "body": {}}, YES)
+        client.request("GET", "/orders")
+        file.write_text(NEW)
+        client.request("GET", "/orders")
+        client.request("GET", "/orders")
+        assert [key for path, key in sent(server) if path == "/orders"] == [OLD, OLD, NEW]
+
+
+def test_source_without_a_valid_key_stops_no_traffic(server: ScriptedServer, file: Path) -> None:
+    """Guarantee: an empty, foreign or missing file leaves the key in use."""
+    with client_of(server, FileKey(file, watch_seconds=0)) as client:
+        server.begin(YES, YES, YES, YES)
+        client.request("GET", "/orders")
+        for text in ("", "nonsense", NEW.replace("_sbx_", "_prd_")):
+            file.write_text(text)
+            client.request("GET", "/orders")
+        file.unlink()
+        assert client.watch_key() is False
+        assert {key for _, key in sent(server)} == {OLD}
+
+
+def test_refused_key_is_read_again_once(server: ScriptedServer, file: Path) -> None:
+    """Guarantee: after a 401 the source is read once; with the same key the call ends."""
+    with client_of(server, FileKey(file, watch_seconds=None)) as client:
+        server.begin(NO, NO, {"status": 204, "text": ""}, YES)
+        with pytest.raises(AuthenticationError) as refused:
+            client.request("GET", "/orders")
+        assert (refused.value.code, refused.value.check, refused.value.request_id) == ("key_revoked", 4, "r1")
+        assert len(server.received) == 1
+        file.write_text(NEW)
+        client.request("GET", "/orders")
+        assert sent(server)[1:] == [("/orders", OLD), ("/credentials/acknowledge", NEW), ("/orders", NEW)]
+
+
+def test_environment_is_a_source(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_KEY", OLD)
+    server.begin(YES)
+    with client_of(server, EnvironmentKey("SHOP_KEY")) as client:
+        client.request("GET", "/orders")
+    assert sent(server) == [("/orders", OLD)]
+    with client_of(server, EnvironmentKey("NO_SUCH_KEY")) as client, pytest.raises(KeySourceError):
+        client.request("GET", "/orders")
+
+
+def test_vault_path_is_a_source(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VAULT_TOKEN", "s.token")
+    with scripted_server({"status": 200, "body": {"data": {"data": {"key": OLD}}}}, {"status": 403}) as vault:
+        source = VaultKey("secret/data/shop", address=vault.url)
+        server.begin(YES)
+        with client_of(server, source) as client:
+            client.request("GET", "/orders")
+        assert (vault.received[0].path, vault.received[0].headers["x-vault-token"]) == (
+            "/v1/secret/data/shop",
+            "s.token",
+        )
+        with pytest.raises(LookupError, match="403"):
+            source.read(30)
+    assert sent(server) == [("/orders", OLD)]
+
+
+def test_no_key_in_texts_logs_tracebacks_and_pickles(
+    server: ScriptedServer, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guarantee: a key is in no text of a client, its source, its errors with local variables, and its log."""
+    caplog.set_level(logging.DEBUG)
+    client = client_of(server, FileKey(file))
+    texts = []
+    for answer in (NO, {"status": 429, "body": {"code": "rate_limited"}, "headers": {"Retry-After": "600"}}):
+        server.begin(answer)
+        with pytest.raises((AuthenticationError, RateLimitedError)) as failed:
+            client.request("POST", "/orders", json={"a": 1})
+        error = failed.value
+        texts.append("".join(traceback.TracebackException.from_exception(error, capture_locals=True).format()))
+        copy = pickle.loads(pickle.dumps(error))  # noqa: S301  our own bytes
+        assert (type(copy), copy.status, copy.code) == (type(error), error.status, error.code)
+    texts += [repr(client), repr(vars(client)), repr(vars(client._logic)), caplog.text]
+    assert [text for text in texts if OLD[27:] in text] == []
+    with pytest.raises(TypeError):
+        pickle.dumps(client)
+    client.close()
+
+
+def test_refused_before_sending_has_no_key_in_its_traceback(file: Path) -> None:
+    file.write_text(OLD.replace("_sbx_", "_prd_"))
+    with pytest.raises(RefusedError) as refused:
+        MerchantClient("https://api.example/sandbox", "sandbox", FileKey(file)).request("GET", "/orders")
+    text = "".join(traceback.TracebackException.from_exception(refused.value, capture_locals=True).format())
+    assert OLD[27:] not in text
+
+
+# --- the agent --------------------------------------------------------------------------------------------------
+
+
+def sealed_to(public_key: str, text: str) -> dict[str, str]:
+    """Seal as the service does, with the same library."""
+    hpke = pytest.importorskip("cryptography.hazmat.primitives.hpke")
+    x25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.x25519")
+    sealed = pytest.importorskip("keyvault_client.sealed")
+    recipient = x25519.X25519PublicKey.from_public_bytes(sealed._decode(public_key))
+    suite = hpke.Suite(hpke.KEM.X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
+    raw = suite.encrypt(text.encode(), recipient)
+    return {"enc": sealed._encode(raw[:32]), "ciphertext": sealed._encode(raw[32:])}
+
+
+@pytest.fixture
+def replacement(tmp_path: Path) -> dict[str, Any]:
+    private, public = create_recipient_key()
+    (tmp_path / "recipient").write_text(private.reveal())
+    body = {"rotation_id": "rot_1", "key_id": NEW[11:27], "sealed": sealed_to(public, NEW)}
+    return {"status": 200, "body": body}
+
+
+def agent_of(server: ScriptedServer, file: Path, *command: str) -> Agent:
+    return Agent(f"{server.url}/sandbox", "sandbox", file, file.parent / "recipient", command)
+
+
+def test_agent_replaces_the_file_runs_the_command_and_acknowledges(
+    server: ScriptedServer, file: Path, replacement: dict[str, Any]
+) -> None:
+    """Guarantee: the replacement is in the file, whole, before the command runs; it is acknowledged after it."""
+    file.chmod(0o640)
+    copy = file.parent / "copy"
+    server.begin(replacement, {"status": 204, "text": ""}, {"status": 404, "body": {}})
+    agent = agent_of(server, file, "cp", str(file), str(copy))
+    assert agent.run_once() is True
+    assert (copy.read_text(), file.read_text(), file.stat().st_mode & 0o777) == (NEW, NEW, 0o640)
+    assert sent(server) == [("/credentials/replacement", OLD), ("/credentials/acknowledge", NEW)]
+    assert agent.run_once() is False
+    assert sorted(path.name for path in file.parent.iterdir()) == ["copy", "key", "recipient"]
+
+
+def test_agent_repeats_a_failed_command_before_it_acknowledges(
+    server: ScriptedServer, file: Path, replacement: dict[str, Any]
+) -> None:
+    """Guarantee: without a successful command nothing is acknowledged, and an agent that starts again goes on."""
+    server.begin(replacement, {"status": 204, "text": ""})
+    with pytest.raises(Exception, match="status 1"):
+        agent_of(server, file, "false").run_once()
+    assert sent(server) == [("/credentials/replacement", OLD)]
+    assert agent_of(server, file, "true").run_once() is True
+    assert sent(server)[1:] == [("/credentials/acknowledge", NEW)]
+
+
+def test_agent_leaves_the_file_when_the_seal_is_another_recipients(
+    server: ScriptedServer, file: Path, replacement: dict[str, Any]
+) -> None:
+    (file.parent / "recipient").write_text(create_recipient_key()[0].reveal())
+    server.begin(replacement)
+    with pytest.raises(KeyvaultError):
+        agent_of(server, file).run_once()
+    assert file.read_text().strip() == OLD
+
+
+def test_threads_share_a_client(server: ScriptedServer, file: Path) -> None:
+    server.begin(*[YES] * 40)
+    with client_of(server, FileKey(file, watch_seconds=0)) as client:
+        threads = [threading.Thread(target=lambda: [client.request("GET", "/o") for _ in range(10)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(server.received) == 40

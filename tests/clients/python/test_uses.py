@@ -1,0 +1,53 @@
+"""Reports of uses: each use in exactly one stored report, whatever is lost."""
+
+from keyvault_client.local.uses import MAX_REPORTED, Report, Uses
+
+KEY = ("0000000000000001", "orders.create", "192.0.2.1", "shop/1", "")
+
+
+def counted(report: Report) -> int:
+    return sum(row["count"] for row in report.rows)
+
+
+def test_uses_of_a_report_whose_answer_was_lost_are_not_under_its_number() -> None:
+    """Guarantee: a number that may be stored already is sent again with the same rows, and later uses get another."""
+    uses = Uses()
+    uses.begin_report(1_000.0)
+    lost = uses.next_report()
+    assert lost.rows == []
+    uses.count(KEY, 1_001.0)
+    uses.begin_report(1_002.0)
+    assert uses.next_report() is lost
+    assert uses.note_stored(lost)
+    report = uses.next_report()
+    assert (report.number, counted(report), report.flushed_through) == (2, 1, 1_002.0)
+    assert not uses.note_stored(report)
+
+
+def test_uses_only_the_last_report_says_that_everything_is_flushed() -> None:
+    """Guarantee: a rotation does not take uses that are still to be reported for silence."""
+    uses = Uses()
+    uses.begin_report(1_000.0)
+    uses.note_stored(uses.next_report())
+    for number in range(MAX_REPORTED + 1):
+        uses.count((f"{number:016d}", *KEY[1:]), 1_001.0)
+    uses.begin_report(1_002.0)
+    first = uses.next_report()
+    assert (len(first.rows), first.flushed_through) == (MAX_REPORTED, 1_000.0)
+    assert uses.note_stored(first)
+    last = uses.next_report()
+    assert (len(last.rows), last.flushed_through) == (1, 1_002.0)
+
+
+def test_uses_that_the_service_refuses_do_not_stop_the_others() -> None:
+    uses = Uses()
+    for number in range(3):
+        uses.count((f"{number:016d}", *KEY[1:]), 1_000.0)
+    uses.begin_report(1_001.0)
+    refused = uses.next_report()
+    uses.drop({1})
+    report = uses.next_report()
+    assert report.number == refused.number
+    assert [row["key_id"] for row in report.rows] == [f"{0:016d}", f"{2:016d}"]
+    uses.drop(set())
+    assert uses.next_report().rows == []
