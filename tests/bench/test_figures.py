@@ -155,6 +155,8 @@ def test_targets_have_the_agreed_bounds() -> None:
         (2, 1.25),
         (5, 3),
         (2, 1.25),
+        (100, 50),
+        (12, 8),
         (5, 20),
         (2, 0.5),
     ]
