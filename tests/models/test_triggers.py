@@ -322,7 +322,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "key_no_replace": lambda world: _replace("keyvault_key", {"state": "active"}, key_id=world.dead_key.key_id),
     # Recipient keys: in production none applies at once without two persons.
     "recipientkey_of_account": lambda world: _copy_recipient(world, key_id=world.other_key.key_id),
-    "recipientkey_delayed": lambda world: _copy_recipient(world, applies_at=world.recipient.created_at),
+    "recipientkey_delayed": lambda world: _copy_recipient(world, applies_at=read_row(_RECIPIENTS)["created_at"]),
     "recipientkey_stays": lambda world: _change_recipient(world, public_key="k" * 43),
     "recipientkey_no_revival": lambda world: _revive_recipient(world, None),
     "recipientkey_no_delete": lambda _: delete(_RECIPIENTS),
