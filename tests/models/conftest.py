@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from django.db import connection, transaction
 from pytest_django import DjangoDbBlocker
 
@@ -31,6 +32,7 @@ from keyvault.models import (
     OperatorChange,
     Order,
     ProviderConnection,
+    RecipientKey,
     Refusal,
     ServiceToken,
     WebhookEndpoint,
@@ -41,11 +43,13 @@ from keyvault.services.approvals.break_glass import note_break_glass
 from keyvault.services.audit.checkpoints import sign_due
 from keyvault.services.idempotency import StoredResponse, run_once
 from keyvault.services.keys.lifecycle import revoke_key
+from keyvault.services.keys.recipient_keys import approve_recipient_key, set_recipient_key
 from keyvault.services.merchants.orders import create_order
 from keyvault.services.operator_changes import approve_change, change_roles
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.tokens.customer_tokens import issue_customer_token
 from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.usage.totals import write_totals
 from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import (
@@ -62,6 +66,7 @@ from rotation.services.rotations.facts import note_evidence
 from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from rotation.services.schedules.standing_approvals import approve_standing_approval, request_standing_approval
+from tests.domain.test_recipients import public_text
 from tests.factories import (
     PRODUCTION,
     SANDBOX,
@@ -75,6 +80,7 @@ from tests.factories import (
     request_key,
 )
 from tests.process_state import forget_process_state
+from tests.rotation.scene import holder_of
 from tests.verifiers import confirm, make_verifier
 
 
@@ -82,7 +88,8 @@ from tests.verifiers import confirm, make_verifier
 class World:
     """The rows of the fixture.
 
-    In production, `pending` awaits approval and `issued` had one; likewise `waiting` and `scheduled`.
+    In production, `pending` awaits approval and `issued` had one; likewise `waiting` and `scheduled`. `recipient`, set
+    with `key`, has one of its two approvals.
 
     `tam` requests everything and has a second login, `tam_too`; `approver` approves. `change` awaits approval, and is
     about `auditor`.
@@ -108,6 +115,7 @@ class World:
     customer_token: CustomerToken
     order: Order
     change: OperatorChange
+    recipient: RecipientKey
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +170,7 @@ def make_world() -> World:
     for outcome in (UseOutcome.ALLOWED, UseOutcome.DENIED):
         log.note(key.key_id, source="192.0.2.1", user_agent="", endpoint="", outcome=outcome)
     log.flush()
+    write_totals(now())
     AlarmDelivery.objects.create(
         notice=Notice.objects.earliest("pk"), channel=AlarmChannel.EMAIL, created_at=now(), due_at=now()
     )
@@ -191,6 +200,7 @@ def make_world() -> World:
         customer_token=customer_token,
         order=order,
         change=_change(tam_too, approver, auditor, approved=False),
+        recipient=_recipient(key, approver),
     )
 
 
@@ -215,6 +225,14 @@ def _change(
 def _rotation(tam: principals.OperatorPrincipal, key: Key) -> Rotation:
     allowed = grant(tam, Permission.ROTATIONS_WRITE, key.credential.account)
     return request_rotation(allowed, key.credential, PlanOverrides(predecessor_may_expire=True))
+
+
+def _recipient(key: Key, approver: principals.OperatorPrincipal) -> RecipientKey:
+    """Set a recipient key that does not apply yet, and approve it as one of two persons."""
+    place = key.credential.account
+    public_key = public_text(X25519PrivateKey.generate())
+    made = set_recipient_key(grant(holder_of(key), Permission.RECIPIENTS_WRITE, place), key, public_key)
+    return approve_recipient_key(grant(approver, Permission.RECIPIENTS_APPROVE, place), made, made.plan_digest)
 
 
 def _retirement(tam: principals.OperatorPrincipal, place: Account) -> Retirement:
@@ -281,15 +299,14 @@ def _connect(place: Account, mode: str) -> None:
 def _integrate(place: Account) -> tuple[CustomerToken, Order]:
     """Create what a merchant's private key makes on the integration plane, and one refused request."""
     key, _ = issue(place)
-    credential, merchant_id = key.credential, place.merchant_id
-    holder = principals.KeyHolder(key.key_id, credential.credential_id, KeyKind.PRIVATE, SANDBOX, merchant_id)
+    holder = holder_of(key)
     allowed = grant(holder, Permission.CUSTOMER_TOKENS_WRITE, place)
     token, _ = issue_customer_token(allowed, place, key, customer_id="alice")
     allowed = grant(holder, Permission.ORDERS_CREATE, place)
     order = create_order(allowed, place, amount_minor=1, currency="EUR", customer_id="alice")
     Refusal.objects.create(request_id="x", at=now(), door="integration", environment=SANDBOX, code="rate_limited")
     run_once(
-        holder=credential.credential_id,
+        holder=holder.credential_id,
         endpoint="orders.create",
         environment=SANDBOX,
         key="attempt-1",

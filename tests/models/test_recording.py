@@ -116,6 +116,7 @@ def test_recorded_model_written_inside_a_block_notes_its_subject(world: World) -
         assert row is not None, f"the world lacks a {model.__name__}"
         if type(row).__name__ in {
             "IssuanceApproval",
+            "RecipientKeyApproval",
             "RotationApproval",
             "CampaignApproval",
             "ScheduleApproval",
@@ -176,8 +177,10 @@ def test_models_every_table_is_recorded_or_listed_as_exempt() -> None:
         "KeyAttempt": "when it was last tried, no part of a verdict",
         "UseContext": "whose uses are counted",
         "UseBucket": "counts",
+        "UsageTotal": "sums of such counts",
         "UsageReporter": "who counts",
         "Verifier": "a process that decides from memory, and its position in the feed",
+        "FeedReader": "which of these read the feed over HTTP, and how far it was offered to them",
         "Confirmation": "when it arrived",
         "IdempotentRequest": "stored answers; claiming a key is no operator's act",
         "Refusal": "what was refused, for support; no part of a verdict",

@@ -65,6 +65,7 @@ def _row_of(username: str) -> Operator:
 
 _REQUESTS = {
     "keyvault_issuanceapproval": ("pending", "request_id"),
+    "keyvault_recipientkeyapproval": ("recipient", "recipient_key_id"),
     "keyvault_operatorchangeapproval": ("change", "change_id"),
     "rotation_rotationapproval": ("waiting", "rotation_id"),
     "rotation_campaignapproval": ("campaign", "campaign_id"),
@@ -202,6 +203,23 @@ def _revive_customer_token(world: World, revoked_at: object) -> None:
     update("keyvault_customertoken", {"revoked_at": revoked_at}, token_id=token.pk)
 
 
+_RECIPIENTS = "keyvault_recipientkey"
+
+
+def _copy_recipient(world: World, **changes: object) -> None:
+    row = {"recipient_key_id": fresh_id(), **changes}
+    insert_copy(_RECIPIENTS, row, recipient_key_id=world.recipient.pk)
+
+
+def _change_recipient(world: World, **changes: object) -> None:
+    update(_RECIPIENTS, changes, recipient_key_id=world.recipient.pk)
+
+
+def _revive_recipient(world: World, withdrawn_at: object) -> None:
+    _change_recipient(world, withdrawn_at=world.recipient.created_at)
+    _change_recipient(world, withdrawn_at=withdrawn_at)
+
+
 def _empty_limit() -> int:
     return LimitOverride.objects.get(account=None).pk
 
@@ -242,6 +260,9 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "issuanceapproval_no_update": lambda _: update("keyvault_issuanceapproval", {"person": "per_other"}),
     "issuanceapproval_no_delete": lambda _: delete("keyvault_issuanceapproval"),
     "issuanceapproval_no_replace": lambda _: _replace("keyvault_issuanceapproval", {"id": None}),
+    "recipientkeyapproval_no_update": lambda _: update("keyvault_recipientkeyapproval", {"person": "per_other"}),
+    "recipientkeyapproval_no_delete": lambda _: delete("keyvault_recipientkeyapproval"),
+    "recipientkeyapproval_no_replace": lambda _: _replace("keyvault_recipientkeyapproval", {"id": None}),
     "rotationapproval_no_update": lambda _: update("rotation_rotationapproval", {"person": "per_other"}),
     "rotationapproval_no_delete": lambda _: delete("rotation_rotationapproval"),
     "rotationapproval_no_replace": lambda _: _replace("rotation_rotationapproval", {"id": None}),
@@ -299,6 +320,16 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "key_two_active_update": _third_active(_activate_third),
     "key_no_delete": lambda world: delete("keyvault_key", key_id=world.dead_key.key_id),
     "key_no_replace": lambda world: _replace("keyvault_key", {"state": "active"}, key_id=world.dead_key.key_id),
+    # Recipient keys: in production none applies at once without two persons.
+    "recipientkey_of_account": lambda world: _copy_recipient(world, key_id=world.other_key.key_id),
+    "recipientkey_delayed": lambda world: _copy_recipient(world, applies_at=read_row(_RECIPIENTS)["created_at"]),
+    "recipientkey_stays": lambda world: _change_recipient(world, public_key="k" * 43),
+    "recipientkey_no_revival": lambda world: _revive_recipient(world, None),
+    "recipientkey_no_delete": lambda _: delete(_RECIPIENTS),
+    "recipientkey_no_replace": lambda _: _replace(_RECIPIENTS, {"public_key": "k" * 43}),
+    "recipientkeyapproval_is_person": lambda world: _approve(
+        "keyvault_recipientkeyapproval", world, approver_id=_row_of("tam").pk, person="per_nobody"
+    ),
     # Four eyes.
     "operator_stays": lambda world: update("keyvault_operator", {"person": world.approver.person}, username="tam"),
     "issuancerequest_second_person": lambda world: _approve("keyvault_issuanceapproval", world, **_by_tam(world)),
@@ -1045,6 +1076,54 @@ def test_triggers_orm_approval_by_the_requester_is_refused(world: World) -> None
     )
     with refused("the requester cannot approve the request"):
         approval.save_base(force_insert=True)
+
+
+# ------------------------------------------------------------------------------------------------ recipient keys
+
+
+def test_triggers_recipient_key_applied_at_once_by_one_person_is_refused(world: World) -> None:
+    """A recipient key applies earlier with the approvals of two persons, never with that of one."""
+    at_once = {"applies_at": world.recipient.created_at}
+    with refused(MESSAGES["recipientkey_stays"]):
+        _change_recipient(world, **at_once)
+    admin = _row_of("admin")
+    _approve("keyvault_recipientkeyapproval", world, approver_id=admin.pk, person=admin.person)
+    _change_recipient(world, **at_once)
+
+
+def test_triggers_recipient_key_delayed_further_is_refused(world: World) -> None:
+    """The merchant's recipient key cannot be kept from applying, except by withdrawing it."""
+    with refused(MESSAGES["recipientkey_stays"]):
+        _change_recipient(world, applies_at=world.recipient.applies_at + timedelta(days=1))
+
+
+@pytest.mark.parametrize("needed", [0, 1])
+def test_triggers_recipient_key_in_production_that_needs_fewer_persons_is_refused(world: World, needed: int) -> None:
+    with refused(MESSAGES["recipientkey_delayed"]):
+        _copy_recipient(world, approvals_needed=needed)
+    with refused(MESSAGES["recipientkey_stays"]):
+        _change_recipient(world, approvals_needed=needed)
+
+
+def test_triggers_recipient_key_said_to_be_of_the_sandbox_is_refused(world: World) -> None:
+    """The delay of production cannot be avoided by naming the other environment or its account."""
+    at_once = {"applies_at": world.recipient.created_at, "account_environment": "sandbox"}
+    for changes in (at_once, {**at_once, "account_id": world.sandbox.pk}):
+        with refused(MESSAGES["recipientkey_of_account"]):
+            _copy_recipient(world, **changes)
+
+
+@pytest.mark.parametrize("withdrawn_at", [None, "2099-01-01 00:00:00+00:00"])
+def test_triggers_withdrawn_recipient_key_given_another_time_is_refused(world: World, withdrawn_at: str | None) -> None:
+    with refused("a withdrawn recipient key stays withdrawn"):
+        _revive_recipient(world, withdrawn_at)
+
+
+def test_triggers_recipient_key_approved_by_one_person_twice_is_refused(world: World) -> None:
+    """One person counts once, also under a second login."""
+    again = _row_of(make_operator("approver-too", person=world.approver.person).username)
+    with refused("recipientkeyapproval is append-only"):
+        _approve("keyvault_recipientkeyapproval", world, approver_id=again.pk)
 
 
 # -------------------------------------------------------------------------------------- installation of the rules

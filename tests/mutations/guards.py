@@ -304,8 +304,8 @@ GUARDS = (
     Guard(
         "replacement-sealed-to-its-recipient",
         "rotation/services/rotations/side_effects.py",
-        "if credential.delivery != Delivery.SEALED:",
-        "if credential.delivery == Delivery.SEALED:",
+        "recipient = _recipient_of(rotation)",
+        "recipient = None",
         "The replacement of a sealed key is sealed to the same recipient.",
         f"{_DELIVERY_TESTS}::test_sealed_replacement_is_collectable_with_the_backend_down",
     ),

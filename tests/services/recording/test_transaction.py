@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from django.conf import settings
 from django.db import IntegrityError, transaction
 
@@ -52,6 +53,7 @@ from keyvault.models import (
     OperatorChange,
     PepperVersion,
     ProviderConnection,
+    RecipientKey,
     WebhookEndpoint,
 )
 from keyvault.models.keys import OriginHeader
@@ -61,7 +63,7 @@ from keyvault.services.audit import rollback
 from keyvault.services.backups import restore
 from keyvault.services.catalog import endpoints
 from keyvault.services.issuance import collection, requests
-from keyvault.services.keys import credentials, lifecycle
+from keyvault.services.keys import credentials, lifecycle, recipient_keys
 from keyvault.services.limits import overrides
 from keyvault.services.merchants import client_configuration, merchants, orders
 from keyvault.services.operators import operators
@@ -76,6 +78,7 @@ from keyvault.services.tokens import customer_tokens, service_tokens
 from keyvault.services.webhooks import endpoints as webhook_endpoints
 from keyvault.services.work import leases
 from tests.domain.minting import mint
+from tests.domain.test_recipients import public_text
 from tests.factories import (
     PASSWORD,
     SANDBOX,
@@ -512,6 +515,30 @@ def _restrict(scene: Scene) -> Callable[[], object]:
     return lambda: credentials.restrict_credential(allowed, key.credential, ["192.0.2.0/24"], OriginHeader.REFUSE)
 
 
+def _set_recipient(scene: Scene) -> Callable[[], RecipientKey]:
+    """Prepare to replace a recipient key that does not apply yet, which withdraws it."""
+    key, _ = issue(scene.production)
+    allowed = grant(holder_of(key), P.RECIPIENTS_WRITE, scene.production)
+    first, second = (public_text(X25519PrivateKey.generate()) for _ in range(2))
+    recipient_keys.set_recipient_key(allowed, key, first)
+    return lambda: recipient_keys.set_recipient_key(allowed, key, second)
+
+
+def _approve_recipient(scene: Scene) -> Callable[[], object]:
+    """Prepare the second of two approvals, with which the recipient key applies."""
+    recipient = _set_recipient(scene)()
+    digest = recipient.plan_digest
+    first, second = (grant(by, P.RECIPIENTS_APPROVE, scene.production) for by in (scene.approver, scene.admin))
+    recipient_keys.approve_recipient_key(first, recipient, digest)
+    return lambda: recipient_keys.approve_recipient_key(second, recipient, digest)
+
+
+def _withdraw_recipient(scene: Scene) -> Callable[[], object]:
+    recipient = _set_recipient(scene)()
+    allowed = grant(scene.responder, P.RECIPIENTS_WITHDRAW, scene.production)
+    return lambda: recipient_keys.withdraw_recipient_key(allowed, recipient, "not the merchant's")
+
+
 def _review(scene: Scene) -> Callable[[], object]:
     _collect(scene)()
     bypass = BreakGlass.objects.get()
@@ -624,6 +651,9 @@ ACTIONS: dict[str, Action] = {
     "keys.lifecycle.report_compromise": Action(_report, ["key.compromised"], ["key"]),
     "keys.lifecycle.expire_key": Action(_expire, ["key.expired"], ["key"]),
     "keys.lifecycle.revoke_own_key": Action(_revoke_own, ["key.compromised"], ["key"]),
+    "keys.recipient_keys.set_recipient_key": Action(_set_recipient, ["recipient_key.set"], []),
+    "keys.recipient_keys.approve_recipient_key": Action(_approve_recipient, ["recipient_key.approved"], []),
+    "keys.recipient_keys.withdraw_recipient_key": Action(_withdraw_recipient, ["recipient_key.withdrawn"], []),
     "merchants.orders.create_order": Action(_create_order, ["order.created"], []),
     "tokens.customer_tokens.issue_customer_token": Action(
         _issue_customer_token, ["customer_token.issued"], ["customer_token"]
