@@ -6,12 +6,13 @@ from datetime import datetime, timedelta
 from io import StringIO
 from typing import Any
 
+from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.charts import LineChart, Marker, Series, Tick, default_ticks
 from keyvault.admin.framework.components import Banner, Card, Checks, EvidenceItem
-from keyvault.admin.framework.widgets import Link, Table, duration, identifier, moment, mono, seconds
+from keyvault.admin.framework.widgets import Link, Table, duration, identifier, link, moment, mono, seconds
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.sources import name_source
 from keyvault.models import Key
@@ -67,9 +68,13 @@ def banner_of(
 # --- evidence -----------------------------------------------------------------------------------------------
 
 
-def evidence_card(row: Rotation, awaited: Sequence[AwaitedSource]) -> Card:
-    """Return the facts that the revocation needs, each with what was observed."""
-    found = {item.kind: item for item in row.evidence.order_by("created_at", "evidence_id")}
+def evidence_card(row: Rotation, recorded: Sequence[Evidence], awaited: Sequence[AwaitedSource]) -> Card:
+    """Return the facts that the revocation needs, each with what was observed.
+
+    Args:
+        recorded: the evidence of the rotation, the oldest first.
+    """
+    found = {item.kind: item for item in recorded}
     return Card("Evidence", Checks(list(_checks(row, found, awaited))), "all are required to revoke")
 
 
@@ -177,8 +182,9 @@ def users_table(row: Rotation, key: Key, other: Key | None, awaited: Sequence[Aw
     moved = {} if other is None else find_last_of_sources(other.key_id, set(names))
     until = {source.name: source.until for source in awaited}
     is_old = key is row.predecessor
+    every_use = link(reverse("admin:keyvault_key_change", args=[key.pk]), "every use")
     title = f"Who still uses the {'old key' if is_old else 'replacement'}"
-    if len(users) == _MAX_USERS or has_more_users(key.key_id, outcomes=SIGNS_OF_LIFE):
+    if len(users) == _MAX_USERS or (users and has_more_users(key.key_id, outcomes=SIGNS_OF_LIFE)):
         title = f"{title}: the latest {len(users)}"
     return Table(
         title,
@@ -195,7 +201,7 @@ def users_table(row: Rotation, key: Key, other: Key | None, awaited: Sequence[Aw
             for name, user in zip(names, users, strict=True)
         ],
         empty="No source has used it yet.",
-        aside=_csv_button(users) if users else "",
+        aside=format_html("{}{}", _csv_button(users) if users else "", every_use),
     )
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Collection, Container, Iterator, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,7 +23,6 @@ from keyvault.admin.framework.widgets import (
     short_moment,
 )
 from keyvault.admin.keys.keys import key_link
-from keyvault.admin.keys.usage import use_tables
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
@@ -37,7 +35,7 @@ from rotation.domain.policy import PLAN_UNREADABLE, Plan
 from rotation.domain.runbook import REMEDY_LABELS, Advice, Remedy
 from rotation.domain.silence import AwaitedSource, describe_need
 from rotation.domain.states import CLOSED
-from rotation.models import Rotation
+from rotation.models import Evidence, Rotation
 from rotation.services.rotations.interventions import predecessor_ended_at
 from rotation.services.rotations.planning import MAX_LATE_SOURCES
 from rotation.services.rotations.reports import MAX_AWAITED, subject_of
@@ -147,9 +145,9 @@ def _format_dormancy(plan: Plan, unmet: Container[Condition]) -> str:
 # --- status -------------------------------------------------------------------------------------------------
 
 
-def status_facts(row: Rotation) -> FactTable:
-    """Return the four facts with their times, and the related events."""
-    return FactTable("Status", [*_ends(row), *_status_facts(row), *_events(row), *_work(row)])
+def status_facts(row: Rotation, failure: WorkLease | None) -> FactTable:
+    """Return the four facts with their times, and the related events. `failure`: of `find_failure`."""
+    return FactTable("Status", [*_ends(row), *_status_facts(row), *_events(row), *_work(row, failure)])
 
 
 def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
@@ -204,7 +202,7 @@ def _events(row: Rotation) -> Iterator[tuple[str, Any]]:
         yield "Part of the campaign", link(reverse("admin:rotation_campaign_change", args=[row.campaign]), row.campaign)
 
 
-def _work(row: Rotation) -> Iterator[tuple[str, Any]]:
+def _work(row: Rotation, lease: WorkLease | None) -> Iterator[tuple[str, Any]]:
     """Yield what blocks the worker or the merchant's endpoint."""
     if row.current_state in CLOSED:
         return
@@ -216,7 +214,6 @@ def _work(row: Rotation) -> Iterator[tuple[str, Any]]:
             "Notified: the merchant's webhook endpoint accepted the notification",
             moment(delivery.delivered_at, missing=missing),
         )
-    lease = find_failure(row)
     if lease is not None:
         tries = f"{lease.attempts} in a row" if lease.attempts else "paused, attempts not counted"
         yield "Last attempt failed", format_html("{} <span class='quiet'>({})</span>", lease.last_error, tries)
@@ -374,27 +371,13 @@ def awaited_table(awaited: Sequence[AwaitedSource]) -> Table:
     )
 
 
-def users_tables(row: Rotation) -> Iterator[Table]:
-    """Yield the users of the key to be retired; in a rollback also those of the replacement."""
-    if row.replacement is not None and row.stage is S.ROLLING_BACK:
-        yield from _users(row.replacement, "the replacement")
-    yield from _users(row.predecessor, "the old key")
-
-
-def _users(key: Key, what: str) -> Iterator[Table]:
-    for table in use_tables(key):
-        is_first = table.title == "Users"
-        title = f"Users of {what}" if is_first else f"{what[0].upper()}{what[1:]}: {table.title.lower()}"
-        yield replace(table, title=title, empty="No use recorded yet.")
-
-
-def evidence_table(row: Rotation) -> Table:
+def evidence_table(recorded: Sequence[Evidence]) -> Table:
     return Table(
         "Evidence",
         ["kind", "when (UTC)", "observation"],
         [
             [badge(item.kind), short_moment(item.created_at), mono(json.dumps(item.seen, sort_keys=True))]
-            for item in row.evidence.order_by("created_at", "evidence_id")
+            for item in recorded
         ],
     )
 

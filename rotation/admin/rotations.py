@@ -19,7 +19,13 @@ from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.components import Columns, Fold
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
-from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, approvals_table, is_requester, requester_column
+from keyvault.admin.framework.four_eyes import (
+    OWN_REQUEST_NOTE,
+    approvals_table,
+    fetch_approvals,
+    is_requester,
+    requester_column,
+)
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     Detail,
@@ -51,7 +57,6 @@ from rotation.admin.rotation_sections import (
     runbook_facts,
     status_facts,
     steps_of,
-    users_tables,
 )
 from rotation.domain.events import RotationState
 from rotation.domain.runbook import Advice, Case, find_stall, find_wait, fit_advice
@@ -199,11 +204,16 @@ class RotationAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Any) -> Detail:
         now = datetime.now(UTC)
+        fetch_approvals(row)
         found, awaited, until = find_waits(row, now)
         waiting_for, account = found or "", row.credential.account
-        advice, remedies = self._advise(request, row, waiting_for)
+        failure, recorded = find_failure(row), list(row.evidence.order_by("created_at", "evidence_id"))
+        offered = self.offered_actions(request, row)
+        advice = _advise(row, waiting_for, is_failing=failure is not None)
+        names = [action.name for action in offered]
+        remedies = [] if advice is None else list(remedies_of(row, advice, names))
         happened = "" if advice is None else advice.happened
-        chart, evidence = traffic_card(row, now), evidence_card(row, awaited)
+        chart, evidence = traffic_card(row, now), evidence_card(row, recorded, awaited)
         retiring = row.replacement if row.stage is S.ROLLING_BACK else row.predecessor
         users = users_table(row, retiring, row.predecessor if retiring is row.replacement else row.replacement, awaited)
         plan = plan_card(row)
@@ -216,6 +226,7 @@ class RotationAdmin(ConsoleModelAdmin):
             alarms=[self._bypass_note(request, row)] if row.is_unreviewed else [],
             notes=list(self._notes(request, row)),
             steps=steps_of(row),
+            offered=offered,
             refresh_seconds=None if row.current_state in CLOSED else _REFRESH_SECONDS,
             sections=[
                 *([runbook_facts(advice)] if advice is not None and advice.steps else []),
@@ -225,22 +236,10 @@ class RotationAdmin(ConsoleModelAdmin):
                 *([awaited_table(awaited)] if len(awaited) > _MAX_AWAITED_IN_USERS else []),
                 approvals_table(row),
                 Fold("Plan, as approved", [plan_facts(row)], "every value that the digest covers"),
-                Fold("Times and events", [status_facts(row)]),
-                Fold("Every use", list(users_tables(row))),
-                Fold("Recorded evidence and side effects", [evidence_table(row), ledger_table(row)]),
+                Fold("Times and events", [status_facts(row, failure)]),
+                Fold("Recorded evidence and side effects", [evidence_table(recorded), ledger_table(row)]),
             ],
         )
-
-    def _advise(self, request: HttpRequest, row: Rotation, waiting_for: str) -> tuple[Advice | None, list[Link]]:
-        """Return the runbook's advice, and links to the actions and pages that it names and the operator may use."""
-        is_failing = find_failure(row) is not None
-        entry = find_stall(row.why) if row.state == S.STALLED else find_wait(waiting_for, is_failing=is_failing)
-        if entry is None:
-            return None, []
-        case = Case(Delivery(row.credential.delivery), KeyKind(row.credential.kind), has_old_key(row))
-        advice = fit_advice(entry, case)
-        offered = [action.name for action in self.row_actions if self._is_offered(request, action, row)]
-        return advice, list(remedies_of(row, advice, offered))
 
     def _notes(self, request: HttpRequest, row: Any) -> Iterable[str]:
         if is_undecided(row) and is_requester(request, row):
@@ -316,8 +315,9 @@ class RotationAdmin(ConsoleModelAdmin):
         yield self.attention("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
-        is_for_me = action.name != "collect" or may_collect(row, operator_of(request).person)
-        return is_for_me and super()._is_available(request, action, row)
+        # The state first: whether the person may collect takes queries.
+        is_available = super()._is_available(request, action, row)
+        return is_available and (action.name != "collect" or may_collect(row, operator_of(request).person))
 
     def line_of(self, row: Any) -> Line:
         summary = "approval bypassed" if row.is_unreviewed else f"requested by {self.requested_by(row)}"
@@ -352,6 +352,14 @@ class RotationAdmin(ConsoleModelAdmin):
             return Extras(sections=[table])
         url = reverse("admin:rotation_rotation_request")
         return Extras(links=[Link("Rotate", f"{url}?credential={credential.pk}")], sections=[table])
+
+
+def _advise(row: Rotation, waiting_for: str, *, is_failing: bool) -> Advice | None:
+    """Return the runbook's advice, if an operator can do something."""
+    entry = find_stall(row.why) if row.state == S.STALLED else find_wait(waiting_for, is_failing=is_failing)
+    if entry is None:
+        return None
+    return fit_advice(entry, Case(Delivery(row.credential.delivery), KeyKind(row.credential.kind), has_old_key(row)))
 
 
 def _first_to_confirm(rows: QuerySet[Any]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from django import forms
 from django.contrib.admin import AdminSite
-from django.contrib.auth import login
+from django.contrib.auth import login, logout
 from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed
 from django.urls import reverse
 
@@ -86,9 +86,11 @@ def invitation_page(site: AdminSite, request: HttpRequest) -> HttpResponse:
         return _render(site, request, operator, seed, form, error=wrong, status=status_of(error))
     except KeyvaultError as error:
         return _render(site, request, operator, seed, form, error=error.detail, status=status_of(error))
-    request.session.pop(_SEED, None)
     if is_linked:
+        # The session may be one that the acceptance has ended.
+        logout(request)
         return recovery_codes_response(site, request, codes, Link("the sign-in page", reverse("admin:login")))
+    request.session.pop(_SEED, None)
     login(request, operator)
     note_second_factor(request.session, now)
     response = recovery_codes_response(site, request, codes, Link("the console", reverse("admin:index")))

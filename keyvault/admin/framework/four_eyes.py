@@ -6,7 +6,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model
+from django.db.models import Model, Prefetch, prefetch_related_objects
 from django.http import HttpRequest
 
 from keyvault.access.decision import Grant
@@ -113,13 +113,22 @@ def undecided_notes(request: HttpRequest, row: Any) -> Iterable[str]:
         yield OWN_REQUEST_NOTE
 
 
+def fetch_approvals(row: Any) -> None:
+    """Read the row's approvals and their approvers once, the oldest first, for `row.approvals.all()`."""
+    found = row.approvals.model.objects.select_related("approver").order_by("created_at")
+    prefetch_related_objects([row], Prefetch("approvals", found))
+
+
 def approvals_table(row: Any) -> Table:
     """List the approvers with the digest that each approved."""
-    approvals = row.approvals.select_related("approver").order_by("created_at")
+    fetch_approvals(row)
     return Table(
         f"Approvals ({row.approvals_needed} required)",
         ["approver", "approved (UTC)", "digest"],
-        [[item.approver.username, short_moment(item.created_at), mono(item.plan_digest)] for item in approvals],
+        [
+            [item.approver.username, short_moment(item.created_at), mono(item.plan_digest)]
+            for item in row.approvals.all()
+        ],
         empty="No approvals yet." if row.approvals_needed else "No approval is required in this environment.",
     )
 

@@ -325,6 +325,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         row = self.find_row(request, object_id)
         detail = self.detail(request, row)
         in_banner = {button.url for button in detail.banner.buttons} if detail.banner else set()
+        offered = self.offered_actions(request, row) if detail.offered is None else detail.offered
         others = [other for other in self.admin_site._registry.values() if isinstance(other, ConsoleModelAdmin)]
         extras = [extra for other in others if (extra := other.extras_for(request, row)) is not None]
         context = {
@@ -340,8 +341,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             ],
             "actions": [
                 {"action": action, "url": self.url_of(row, action.name)}
-                for action in self.row_actions
-                if self._is_offered(request, action, row) and self.url_of(row, action.name) not in in_banner
+                for action in offered
+                if self.url_of(row, action.name) not in in_banner
             ],
             "crumbs": [*self._crumbs(), *detail.crumbs],
         }
@@ -504,8 +505,13 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             not action.for_requester or self.requester_person_of(row) == operator_of(request).person
         )
 
-    def _is_offered(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
-        return self._is_available(request, action, row) and self.may_on(request, action.permission, row)
+    def offered_actions(self, request: HttpRequest, row: Any) -> list[RowAction]:
+        """Return the actions that the row's state allows and the operator may run."""
+        return [
+            action
+            for action in self.row_actions
+            if self._is_available(request, action, row) and self.may_on(request, action.permission, row)
+        ]
 
     def may_on(self, request: HttpRequest, permission: Permission, row: Any) -> bool:
         return may(

@@ -63,6 +63,7 @@ class Detail:
         lead: text or HTML below the title.
         banner: a `Banner`: what the page waits for. Its buttons are not repeated among the actions.
         crumbs: links between the list and the row.
+        offered: the row actions that the operator may run, if the page has found them; None: they are found now.
     """
 
     title: str
@@ -75,6 +76,7 @@ class Detail:
     lead: Any = ""
     banner: Any = None
     crumbs: Sequence[Link] = ()
+    offered: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,11 +289,9 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             outcome.append(("Credential", link(url, row.credential)))
         if row.key is not None:
             outcome.append(("Key", key_link(row.key)))
-        notes = list(self._notes(request, row))
+        offered, notes = self.offered_actions(request, row), list(self._notes(request, row))
         decisions = [
-            Link(action.label, self.url_of(row, action.name))
-            for action in self.row_actions
-            if action.name in _IN_BANNER and self._is_offered(request, action, row)
+            Link(action.label, self.url_of(row, action.name)) for action in offered if action.name in _IN_BANNER
         ]
         progress, approvals = FactTable("Progress", outcome), approvals_table(row)
         return Detail(
@@ -301,6 +299,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             state=row.state,
             lead=format_html("{} · {}", KINDS[KeyKind(row.kind)], identifier(row)),
             crumbs=account_crumbs(row.account),
+            offered=offered,
             banner=Banner(notes[0], self._effect(row), _TONES.get(row.state, ""), decisions) if notes else None,
             steps=_steps(row),
             refresh_seconds=3 if row.state in {S.PENDING, S.APPROVED} else None,

@@ -29,7 +29,6 @@ STILL_MORE = {
     "keyvault_auditentry_changelist": 13,
     "rotation_campaign_change": 18,
     "rotation_retirement_change": 14,
-    "rotation_rotation_change": 25,
     "rotation_rotationschedule_calendar": 13,
 }
 """Pages that make more queries today. A number may only go down; without its row a page has MAX_QUERIES."""

@@ -332,7 +332,7 @@ def test_replacement_is_listed_for_its_requester_until_it_is_collected(desk: Des
     listed = f"{address('rotation_rotation_changelist')}?collection=open"
 
     def waiting() -> set[str]:
-        return set(client.get(listed).context["cl"].result_list.values_list("credential__label", flat=True))
+        return {row.credential.label for row in client.get(listed).context["cl"].result_list}
 
     assert waiting() == {"collected", "revoked", "waiting"}
     assert SHAPED.search(text_of(send(rows[0], "collect", client))) is not None
