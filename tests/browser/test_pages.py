@@ -34,8 +34,12 @@ def list_pages(page: Page) -> list[str]:
         found += _links(page, ".tabs a")
     for path in dict.fromkeys(found):
         page.goto(path)
-        found += [*_links(page, "main table a")[:1], *_links(page, "main a.button")[:3]]
-    return list(dict.fromkeys(found))
+        found += [*_links(page, "main table a")[:1], *_links(page, "main a.button")[:2]]
+    return list({_ID.sub("/ID/", path.partition("?")[0]): path for path in reversed(found)}.values())
+
+
+_ID = re.compile(r"/[^/]*[0-9][^/]*/")
+"""Part of a path that names a row: one page of each kind is enough."""
 
 
 def _links(page: Page, selector: str) -> list[str]:
@@ -44,23 +48,32 @@ def _links(page: Page, selector: str) -> list[str]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_is_accessible_and_keeps_its_content_security_policy(service: Service, scheme: Any) -> None:
-    """Guarantee: axe finds no serious or critical issue on any page, and no page breaks its policy."""
+def test_every_page_is_accessible(service: Service, scheme: Any) -> None:
+    """Guarantee: axe finds no serious or critical issue on any page."""
     wrong: list[str] = []
-    # The policy would refuse the test's own script: it is added with the policy off, and the policy is checked apart.
+    # The policy would refuse the test's own script: it is off here, and has its own test.
+    # Only colors differ in the dark.
+    rules = {"resultTypes": ["violations"]} | ({"runOnly": ["color-contrast"]} if scheme == "dark" else {})
     with service.page("admin", color_scheme=scheme, bypass_csp=True) as page:
         paths = list_pages(page)
         assert len(paths) > 25
         for path in paths:
             page.goto(path)
             page.evaluate(AXE)
-            answer = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
+            answer = page.evaluate("(rules) => axe.run(document, rules)", rules)
             wrong += [
                 f"{path} {each['id']}: {each['nodes'][0]['html'][:120]}"
                 for each in answer["violations"]
                 if each["impact"] in SERIOUS
             ]
-    with service.page("admin", color_scheme=scheme) as page:
+    assert wrong == []
+
+
+def test_every_page_keeps_its_content_security_policy(service: Service) -> None:
+    """Guarantee: no page breaks its policy."""
+    wrong: list[str] = []
+    with service.page("admin") as page:
+        paths = list_pages(page)
         page.add_init_script(LISTEN)
         for path in paths:
             page.goto(path)
