@@ -355,8 +355,8 @@ GUARDS = (
     Guard(
         "watermark-before-the-counts",
         "keyvault/services/usage/recorder.py",
-        "return _Report(self.reporter_id, 0, through, is_final",
-        "return _Report(self.reporter_id, 0, self.now(), is_final",
+        "return Report(self.reporter_id, 0, through, is_final",
+        "return Report(self.reporter_id, 0, self.now(), is_final",
         "A report's watermark is taken before its counts, so that silence covers no use that is not in it.",
         f"{_USAGE_TESTS}::test_usage_noted_while_a_report_is_taken_is_newer_than_its_watermark",
     ),
