@@ -65,6 +65,30 @@ def test_production_key_takes_two_persons_and_is_collected_once(service: Service
         assert KEY.search(mine.content()) is None
 
 
+def test_secret_is_masked_until_it_is_revealed_and_is_left_with_a_warning(service: Service) -> None:
+    """Guarantee: a value shown once is masked, can be copied, and is left without a warning only once it is stored."""
+    with service.page("tam", permissions=["clipboard-read", "clipboard-write"]) as page:
+        warnings: list[str] = []
+        page.on("dialog", lambda dialog: (warnings.append(dialog.type), dialog.dismiss()))
+        url = request_key(page, "sandbox", "browser-secret")
+        page.get_by_role("link", name=re.compile("^Collect")).wait_for()
+        key, shown = collect(service, page, "tam", "Collect"), page.locator("[data-secret] code")
+        expect(shown).not_to_contain_text("kv_")
+        page.get_by_role("button", name="Copy").click()
+        page.get_by_role("button", name="copied").wait_for()
+        assert page.evaluate("navigator.clipboard.readText()") == key
+        page.get_by_role("button", name="Reveal").click()
+        expect(shown).to_have_text(key)
+        page.get_by_role("button", name="Hide").click()
+        expect(shown).not_to_contain_text("kv_")
+        with page.expect_event("dialog"):
+            page.get_by_role("link", name="Merchants").click(no_wait_after=True)
+        expect(page.locator("[data-secret]")).to_be_visible()
+        page.get_by_role("link", name="I have stored it").click()
+        expect(page.locator("[data-secret]")).to_have_count(0)
+        assert (page.url, warnings) == (url, ["beforeunload"])
+
+
 def test_rotation_is_watched_to_its_end_without_reloading(service: Service) -> None:
     """Guarantee: the page of a rotation follows it from request to completion by itself."""
     with service.page("tam") as page:

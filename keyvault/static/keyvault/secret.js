@@ -5,16 +5,15 @@ const MASK = '\u2022'.repeat(32);
 for (const region of document.querySelectorAll('[data-secret]')) {
   const shown = region.querySelector('code');
   const button = region.querySelector('[data-secret-reveal]');
-  let secret = shown.textContent;
+  let secret = shown.textContent, isRevealed = false;
 
-  const show = (isRevealed) => {
+  const show = () => {
     shown.textContent = isRevealed ? secret : MASK;
     button.textContent = isRevealed ? 'Hide' : 'Reveal';
-    button.setAttribute('aria-pressed', String(isRevealed));
   };
   button.hidden = false;
-  button.addEventListener('click', () => show(button.getAttribute('aria-pressed') !== 'true'));
-  show(false);
+  button.addEventListener('click', () => { isRevealed = !isRevealed; show(); });
+  show();
 
   if (region.dataset.secretOnce) {
     // A reload opens the page of the row, and does not send the form again.
