@@ -97,8 +97,10 @@ class Receipt:
 
 def find_receipt(sequence: int) -> Receipt | None:
     """Return the receipt of a change, or None for an unknown sequence."""
-    change = _find_change(sequence) if 0 < sequence <= MAX_SEQUENCE else None
-    return None if change is None else _receipt(sequence, change)
+    if not 0 < sequence <= MAX_SEQUENCE:
+        return None
+    receipt = _receipt(sequence)
+    return None if receipt.changed_at is None else receipt
 
 
 def wait_for_receipt(sequence: int, seconds: int) -> tuple[Receipt, int]:
@@ -172,21 +174,14 @@ def _waiter_slot() -> Iterator[bool]:
 def _wait(sequence: int, seconds: float) -> Receipt:
     until = monotonic() + seconds
     pause = _FIRST_POLL_SECONDS
-    while (
-        not (receipt := _receipt(sequence, _find_change(sequence))).is_complete
-        and (remaining := until - monotonic()) > 0
-    ):
+    while not (receipt := _receipt(sequence)).is_complete and (remaining := until - monotonic()) > 0:
         sleep(min(pause, remaining))
         pause = min(2 * pause, _MAX_PAUSE_SECONDS)
     return receipt
 
 
-def _find_change(sequence: int) -> Change | None:
-    change: Change | None = Change.objects.filter(sequence=sequence).first()
-    return change
-
-
-def _receipt(sequence: int, change: Change | None) -> Receipt:
+def _receipt(sequence: int) -> Receipt:
+    change = Change.objects.filter(sequence=sequence).first()
     first = Confirmation.objects.filter(verifier=OuterRef("pk"), sequence__gte=sequence).order_by("sequence")
     rows = Verifier.objects.annotate(now=Now(), first_confirmed_at=Subquery(first.values("at")[:1]))
     receipts = []
