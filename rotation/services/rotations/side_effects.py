@@ -103,7 +103,7 @@ class Effects:
         try:
             keep_pending(key, PendingCopy(held.text, held.after))
         except DependencyUnavailableError:
-            handover = self._sealed(rotation, held.text)
+            handover = self._sealed(rotation, _recipient_of(rotation), held.text)
             if handover is None:
                 raise
             account = rotation.credential.account
@@ -149,15 +149,16 @@ class Effects:
         key = _replacement(rotation)
         held = self._held if self._held is not None and self._held.key_id == key.key_id else None
         entry, is_settled = self._begin(rotation, key, grant.at), True
-        handover = self._sealed(rotation, held.text if held is not None else None)
+        recipient = _recipient_of(rotation)
+        handover = self._sealed(rotation, recipient, held.text if held is not None else None)
         try:
             if held is None and list_pending(rotation, key).exists() and (pending := find_pending(key)) is not None:
                 held = _HeldKey(key.key_id, pending.text, pending.after)
-                handover = self._sealed(rotation, held.text)
+                handover = self._sealed(rotation, recipient, held.text)
             version = self._deploy(rotation, key, held)
-            if handover is None and version is not None and _recipient_of(rotation) is not None:
+            if handover is None and version is not None and recipient is not None:
                 # Written by a worker that died before it recorded the delivery and the handover.
-                handover = self._sealed(rotation, self._newest_text(key))
+                handover = self._sealed(rotation, recipient, self._newest_text(key))
         except DependencyUnavailableError as error:
             # The entry of a write that may still arrive stays open, so that the end of the rotation prevents it.
             is_settled = not (isinstance(error, BackendError) and error.may_be_applied)
@@ -217,11 +218,10 @@ class Effects:
         newest = find_stored(key.credential)
         return newest.secret if newest is not None and newest.labels.get("key_id") == key.key_id else None
 
-    def _sealed(self, rotation: Rotation, text: Plaintext | None) -> dict[str, str] | None:
+    def _sealed(self, rotation: Rotation, recipient: str | None, text: Plaintext | None) -> dict[str, str] | None:
         """Seal the replacement to its recipient key; None without one, or without the string."""
         if rotation.handover is not None and rotation.handover["key_id"] == rotation.replacement_id:
             return dict(rotation.handover)
-        recipient = _recipient_of(rotation)
         if recipient is None or text is None or rotation.replacement_id is None:
             return None
         sealed = seal_to(recipient, text)
