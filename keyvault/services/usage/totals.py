@@ -1,17 +1,18 @@
 """Totals of all uses by environment, outcome and time, for the console's charts.
 
-The buckets of one minute are as many as the keys in use. Each run adds those of the last minutes up, so that no page
-reads them. A run reads the minutes that reporters may still change, and replaces their totals.
+The buckets of one minute are as many as the clients in use. The worker adds those of each slot up once, shortly after
+its end, so that no page reads them. The current slot is added up, too, while it has few buckets.
 """
 
 from collections import Counter
 from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 
-from django.db.models import Sum
+from django.db.models import QuerySet
 
 from keyvault.domain.environments import Environment
-from keyvault.models import UsageTotal, UseBucket
+from keyvault.models import UsageTotal, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome, UseSpan
 from keyvault.services.work import leases
 from keyvault.services.work.deletion import delete_batch
@@ -22,8 +23,17 @@ SLOT = timedelta(minutes=15)
 KEPT_FOR = timedelta(days=8)
 """Retention: the last day is compared with the one before, and a week is shown."""
 
-_READ_AGAIN = timedelta(minutes=5)
-"""How long a reporter's late counts may change a slot after its end. Later ones are not in the totals."""
+_READ_AGAIN = timedelta(minutes=1)
+"""How long after its end a slot is added up again, for counts that arrive late. Later ones are not in the totals."""
+
+_EVERY = timedelta(minutes=1)
+"""Interval of the job."""
+
+_MAX_LIVE = 20_000
+"""Maximum buckets of a slot that is added up before its end."""
+
+_BATCH = 2_000
+"""Number of buckets whose contexts are read by one query."""
 
 _COUNTED = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED)
 
@@ -38,19 +48,37 @@ def total_due(now: datetime) -> None:
             leases.release(lease)
 
 
+def _buckets(at: datetime, length: timedelta) -> QuerySet[UseBucket]:
+    return UseBucket.objects.filter(
+        is_exposure=False, span=UseSpan.MINUTE, minute__gte=at, minute__lt=at + length
+    ).order_by()
+
+
+def _add_up(slot: datetime, totals: "Counter[tuple[datetime, str, str]]") -> None:
+    """Add the uses of a slot to the totals, minute by minute and in batches: a join would read whole tables."""
+    minute = timedelta(minutes=1)
+    for number in range(int(SLOT / minute)):
+        rows = _buckets(slot + number * minute, minute).values_list("context_id", "count").iterator(_BATCH)
+        while batch := list(islice(rows, _BATCH)):
+            contexts = UseContext.objects.filter(pk__in=[pk for pk, _ in batch], outcome__in=_COUNTED)
+            of = {
+                pk: (outcome, environment)
+                for pk, outcome, environment in contexts.values_list("pk", "outcome", "key__account_environment")
+            }
+            for pk, count in batch:
+                if pk in of:
+                    outcome, environment = of[pk]
+                    totals[slot, environment, outcome] += count
+
+
 def write_totals(now: datetime) -> None:
-    """Replace the totals of the current slot, and of the one before while counts may arrive late."""
-    first = start_of_slot(now - _READ_AGAIN)
-    minutes = UseBucket.objects.filter(is_exposure=False, span=UseSpan.MINUTE, minute__gte=first)
-    rows = (
-        minutes.filter(context__outcome__in=_COUNTED)
-        .values_list("minute", "context__outcome", "context__key__account_environment")
-        .annotate(total=Sum("count"))
-        .order_by()
-    )
+    """Replace the totals of the current slot, if it is small, and of the one before while counts may arrive late."""
+    current = start_of_slot(now)
     totals: Counter[tuple[datetime, str, str]] = Counter()
-    for minute, outcome, environment, total in rows:
-        totals[start_of_slot(minute), environment, outcome] += total
+    if now < current + _READ_AGAIN + _EVERY:
+        _add_up(current - SLOT, totals)
+    if _buckets(current, SLOT).values("pk")[: _MAX_LIVE + 1].count() <= _MAX_LIVE:
+        _add_up(current, totals)
     UsageTotal.objects.bulk_create(
         [
             UsageTotal(at=at, environment=environment, outcome=outcome, count=count)
