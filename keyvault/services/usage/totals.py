@@ -32,6 +32,9 @@ _EVERY = timedelta(minutes=1)
 _MAX_LIVE = 20_000
 """Maximum buckets of a slot that is added up before its end."""
 
+_MAX_PER_MINUTE = 2_000_000
+"""Maximum buckets of one minute that are added up. With more, the total is a lower bound."""
+
 _BATCH = 2_000
 """Number of buckets whose contexts are read by one query."""
 
@@ -58,7 +61,8 @@ def _add_up(slot: datetime, totals: "Counter[tuple[datetime, str, str]]") -> Non
     """Add the uses of a slot to the totals, minute by minute and in batches: a join would read whole tables."""
     minute = timedelta(minutes=1)
     for number in range(int(SLOT / minute)):
-        rows = _buckets(slot + number * minute, minute).values_list("context_id", "count").iterator(_BATCH)
+        found = _buckets(slot + number * minute, minute).values_list("context_id", "count")[:_MAX_PER_MINUTE]
+        rows = found.iterator(_BATCH)
         while batch := list(islice(rows, _BATCH)):
             contexts = UseContext.objects.filter(pk__in=[pk for pk, _ in batch], outcome__in=_COUNTED)
             of = {
