@@ -32,6 +32,7 @@ def test_passkey_is_enrolled_and_signs_in(live_server: LiveServer, tmp_path: Pat
             browser.add_authenticator()
             browser.open(f"{live_server.url}/admin/invitation/?token={token.reveal()}")
             _enroll(browser)
+            browser.click(".who > summary")
             browser.click("#logout-form button")
             browser.open(f"{live_server.url}/admin/")
             browser.write("[name=username]", "new")
