@@ -10,15 +10,14 @@ from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from keyvault.admin.framework.charts import LineChart, Marker, Series, Tick, default_ticks
 from keyvault.admin.framework.components import Banner, Card, Checks, EvidenceItem
-from keyvault.admin.framework.widgets import Link, Table, duration, identifier, link, moment, mono, seconds
+from keyvault.admin.framework.widgets import Link, Table, identifier, link, moment, mono, seconds
+from keyvault.admin.keys.traffic import traffic_card
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.sources import name_source
 from keyvault.models import Key
 from keyvault.models.usage import SIGNS_OF_LIFE
 from keyvault.services.usage.reports import KeyUser, find_last_of_sources, find_users, has_more_users
-from keyvault.services.usage.series import choose_step, count_uses, floor
 from rotation.domain.events import RotationState
 from rotation.domain.silence import AwaitedSource, describe_need
 from rotation.domain.states import CLOSED
@@ -136,36 +135,14 @@ def _silence(row: Rotation, awaited: Sequence[AwaitedSource]) -> str:
 # --- traffic ------------------------------------------------------------------------------------------------
 
 
-def traffic_card(row: Rotation, now: datetime) -> Card | None:
+def chart_card(row: Rotation, now: datetime) -> Card | None:
     """Return the chart of both keys' uses since an hour before the request; None without any use."""
     until = now if row.closed_at is None else min(now, row.closed_at + _BEFORE)
-    begin = row.created_at - _BEFORE
-    step = choose_step(begin, until, now)
-    since = floor(begin, step)
-    lines = []
-    for key, label, color in ((row.predecessor, "Old key", 4), (row.replacement, "Replacement", 1)):
-        if key is not None:
-            lines.append(Series(f"{label} …{key.key_id[-6:]}", count_uses(key.key_id, since, until, step), color))
-    if not any(any(line.values) for line in lines):
-        return None
-    count = len(lines[0].values)
-    form = "%-d %b" if step >= timedelta(days=1) else "%-d %b %H:%M" if until - since > timedelta(days=1) else "%H:%M"
-    moments = [f"{since + step * index:{form}}" for index in range(count)]
-    whole = max((count - 1) * step, step)
-    markers = [
-        Marker((at - since) / whole, label)
-        for at, label in ((row.delivered_at, "delivered"), (row.quarantined_at, "quarantine"))
-        if at is not None and since <= at <= until
-    ]
-    title = f"Requests per {_name_step(step)}"
-    ticks = default_ticks(moments) if row.closed_at else [*default_ticks(moments)[:-1], Tick(1, "now")]
-    chart = LineChart(f"{title} with the old key and the replacement", lines, moments, ticks, markers)
-    return Card(f"{title} (UTC)", chart, chart.legend)
-
-
-def _name_step(step: timedelta) -> str:
-    single = {timedelta(minutes=1): "minute", timedelta(hours=1): "hour", timedelta(days=1): "day"}
-    return single.get(step) or duration(step)
+    lines = [(row.predecessor, "Old key", 4)]
+    if row.replacement is not None:
+        lines.append((row.replacement, "Replacement", 1))
+    events = [(row.delivered_at, "delivered"), (row.quarantined_at, "quarantine")]
+    return traffic_card(lines, row.created_at - _BEFORE, until, now, events)
 
 
 # --- who still uses the old key -------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
 from rotation.admin.rotation_actions import REQUEST, ROW_ACTIONS, has_old_key, may_be_collected
-from rotation.admin.rotation_progress import banner_of, evidence_card, lead_of, traffic_card, users_table
+from rotation.admin.rotation_progress import banner_of, chart_card, evidence_card, lead_of, users_table
 from rotation.admin.rotation_sections import (
     awaited_table,
     evidence_table,
@@ -213,7 +213,7 @@ class RotationAdmin(ConsoleModelAdmin):
         names = [action.name for action in offered]
         remedies = [] if advice is None else list(remedies_of(row, advice, names))
         happened = "" if advice is None else advice.happened
-        chart, evidence = traffic_card(row, now), evidence_card(row, recorded, awaited)
+        chart, evidence = chart_card(row, now), evidence_card(row, recorded, awaited)
         retiring = row.replacement if row.stage is S.ROLLING_BACK else row.predecessor
         users = users_table(row, retiring, row.predecessor if retiring is row.replacement else row.replacement, awaited)
         plan = plan_card(row)

@@ -46,7 +46,7 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.admin.keys.exposures import EXPOSED_FILTER, exposure_tables, exposures
 from keyvault.admin.keys.receipts import receipt_cell, receipt_detail, receipt_url
-from keyvault.admin.keys.traffic import traffic_card
+from keyvault.admin.keys.traffic import day_card
 from keyvault.admin.keys.usage import use_facts, use_tables
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.ids import KEY_ID_DIGITS
@@ -281,7 +281,7 @@ class KeyAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Key) -> Detail:
         credential = row.credential
-        chart, timeline = traffic_card([row]), activity_cards(request, credential.account, [row.key_id])
+        chart, timeline = day_card([row]), activity_cards(request, credential.account, [row.key_id])
         facts = FactTable(
             "Key",
             [

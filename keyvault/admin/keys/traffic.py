@@ -3,40 +3,64 @@
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 
-from keyvault.admin.framework.charts import LineChart, Series, Sparkline, Tick, default_ticks
+from keyvault.admin.framework.charts import LineChart, Marker, Series, Sparkline, Tick, default_ticks
 from keyvault.admin.framework.components import Card
+from keyvault.admin.framework.widgets import duration
 from keyvault.models import Key
-from keyvault.services.usage.series import choose_step, count_uses_by_key, floor
+from keyvault.services.usage.series import choose_step, count_uses, floor
 
 _DAY = timedelta(days=1)
 _COLORS = (1, 4, 5)
 _SPARK_STEP = timedelta(hours=1)
 
 
-def traffic_card(keys: Sequence[Key]) -> Card | None:
+def day_card(keys: Sequence[Key]) -> Card | None:
     """Return the chart of the uses of the first three keys in the last 24 hours; None: they were not used."""
-    until = datetime.now(UTC)
-    step = choose_step(until - _DAY, until, until)
-    since = floor(until - _DAY, step)
-    shown = keys[: len(_COLORS)]
-    counts = count_uses_by_key([key.key_id for key in shown], since, until, step)
-    series = [
-        Series(f"…{key.key_id[-6:]}", counts[key.key_id], color) for key, color in zip(shown, _COLORS, strict=False)
-    ]
+    now = datetime.now(UTC)
+    lines = [(key, "", color) for key, color in zip(keys, _COLORS, strict=False)]
+    return traffic_card(lines, now - _DAY, now, now)
+
+
+def traffic_card(
+    lines: Sequence[tuple[Key, str, int]],
+    since: datetime,
+    until: datetime,
+    now: datetime,
+    events: Sequence[tuple[datetime | None, str]] = (),
+) -> Card | None:
+    """Return a chart with the uses of keys in a period; None: they were not used.
+
+    Args:
+        lines: each key with the beginning of its label, and the color of its line.
+        events: times that the chart marks, with their labels; those outside the period are left out.
+    """
+    step = choose_step(since, until, now)
+    begin = floor(since, step)
+    counts = count_uses([key.key_id for key, _, _ in lines], begin, until, step)
+    series = [Series(f"{label} …{key.key_id[-6:]}".strip(), counts[key.key_id], color) for key, label, color in lines]
     if not any(any(each.values) for each in series):
         return None
-    moments = [f"{since + step * index:%H:%M}" for index in range(len(series[0].values))]
-    minutes = int(step.total_seconds() // 60)
-    title = "Requests per hour" if minutes == 60 else f"Requests per {minutes} minutes"
-    ticks = [*default_ticks(moments)[:-1], Tick(1, "now")]
-    chart = LineChart(f"{title} in the last 24 hours (UTC)", series, moments, ticks)
-    return Card(f"{title}, last 24 h (UTC)", chart, chart.legend)
+    count = len(series[0].values)
+    form = "%-d %b" if step >= _DAY else "%-d %b %H:%M" if until - begin > _DAY + step else "%H:%M"
+    moments = [f"{begin + step * index:{form}}" for index in range(count)]
+    ticks = default_ticks(moments)
+    if until == now:
+        ticks = [*ticks[:-1], Tick(1, "now")]
+    whole = max((count - 1) * step, step)
+    markers = [Marker((at - begin) / whole, label) for at, label in events if at is not None and begin <= at <= until]
+    title = f"Requests per {_name_step(step)} (UTC)"
+    chart = LineChart(title, series, moments, ticks, markers)
+    return Card(title, chart, chart.legend)
 
 
 def sparklines_of(key_ids: Collection[str]) -> dict[str, Sparkline]:
     """Return a line of the hourly uses in the last 24 hours for each key."""
-    until = datetime.now(UTC)
-    since = floor(until - _DAY, _SPARK_STEP)
-    counts = count_uses_by_key(key_ids, since, until, _SPARK_STEP)
+    now = datetime.now(UTC)
+    counts = count_uses(key_ids, now - _DAY, now, _SPARK_STEP)
     label = "requests of each hour in the last 24 hours: {:,} in total"
     return {key_id: Sparkline(values, label.format(sum(values))) for key_id, values in counts.items()}
+
+
+def _name_step(step: timedelta) -> str:
+    single = {timedelta(minutes=1): "minute", timedelta(hours=1): "hour", _DAY: "day"}
+    return single.get(step) or duration(step)

@@ -1,4 +1,4 @@
-"""Uses of a key over time, for charts."""
+"""Uses of keys over time, for charts."""
 
 from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
@@ -7,10 +7,13 @@ from django.conf import settings
 from django.db.models import Sum
 
 from keyvault.models import UseBucket, UseContext
-from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
+from keyvault.models.usage import SIGNS_OF_LIFE, UseSpan
 
 MAX_CONTEXTS = 200
-"""Maximum kinds of use of a key that a chart adds up, the newest. A holder of the key can add any number."""
+"""Maximum kinds of use that one chart adds up: each key and outcome has an equal share, of which the newest count.
+
+A holder of a key can add any number of kinds of use, which then displace no other key's.
+"""
 
 _PARTS = 60
 """Approximate number of values of a chart."""
@@ -39,29 +42,30 @@ def floor(at: datetime, step: timedelta) -> datetime:
     return datetime.fromtimestamp(int(at.timestamp()) // seconds * seconds, UTC)
 
 
-def count_uses(
-    key_id: str, since: datetime, until: datetime, step: timedelta, outcomes: Collection[UseOutcome] = SIGNS_OF_LIFE
-) -> list[int]:
-    """Return the number of uses in each step from `since`, which `floor` returned, to the one of `until`."""
-    counts = [0] * (int((floor(until, step) - since) / step) + 1)
-    contexts = UseContext.objects.filter(key=key_id, outcome__in=outcomes).order_by("-pk").values("pk")[:MAX_CONTEXTS]
-    buckets = UseBucket.objects.filter(
-        context__in=list(contexts.values_list("pk", flat=True)), minute__gte=since, minute__lte=until
+def count_uses(key_ids: Collection[str], since: datetime, until: datetime, step: timedelta) -> dict[str, list[int]]:
+    """Return the uses of each key, allowed or denied, in each step from that of `since` to that of `until`.
+
+    Two queries for all keys.
+    """
+    begin = floor(since, step)
+    counts = {key_id: [0] * (int((floor(until, step) - begin) / step) + 1) for key_id in key_ids}
+    key_of = _find_contexts(key_ids)
+    buckets = UseBucket.objects.filter(context__in=list(key_of), minute__gte=begin, minute__lte=until).order_by()
+    for context_id, minute, count in buckets.values_list("context_id", "minute").annotate(Sum("count")):
+        counts[key_of[context_id]][int((minute - begin) / step)] += count
+    return counts
+
+
+def _find_contexts(key_ids: Collection[str]) -> dict[int, str]:
+    """Return the contexts that count, each with its key."""
+    pairs = [(key_id, outcome) for key_id in key_ids for outcome in SIGNS_OF_LIFE]
+    if not pairs:
+        return {}
+    share = max(MAX_CONTEXTS // len(pairs), 1)
+    newest = (
+        UseContext.objects.filter(key=key_id, outcome=outcome).order_by("-pk").values("pk")[:share]
+        for key_id, outcome in pairs
     )
-    for minute, count in buckets.order_by().values_list("minute").annotate(Sum("count")):
-        counts[int((minute - since) / step)] += count
-    return counts
-
-
-def count_uses_by_key(
-    key_ids: Collection[str], since: datetime, until: datetime, step: timedelta
-) -> dict[str, list[int]]:
-    """Return the uses of each of these keys, as `count_uses` does, in two queries for all keys."""
-    steps = int((floor(until, step) - since) / step) + 1
-    counts = {key_id: [0] * steps for key_id in key_ids}
-    newest = UseContext.objects.filter(key__in=key_ids, outcome__in=SIGNS_OF_LIFE).order_by("-pk")
-    key_of = dict(newest.values_list("pk", "key_id")[: MAX_CONTEXTS * 5])
-    buckets = UseBucket.objects.filter(context__in=list(key_of), minute__gte=since, minute__lte=until)
-    for context_id, minute, count in buckets.values_list("context_id", "minute", "count"):
-        counts[key_of[context_id]][int((minute - since) / step)] += count
-    return counts
+    # Limited inside, as SQLite requires.
+    parts = [UseContext.objects.filter(pk__in=ids).order_by().values_list("pk", "key_id") for ids in newest]
+    return dict(parts[0].union(*parts[1:], all=True))
