@@ -286,8 +286,9 @@ def show_plan_field(field: PlanField, value: Any, unmet: Container[Condition]) -
 
 def is_deviation(field: PlanField, value: Any, environment: Environment) -> bool:
     """Whether the plan has another value than the default, where the default is one value of the environment."""
-    if field.type in NUMBERS and environment in field.defaults and not field.production_rule:
-        return bool(value != field.defaults[environment])
+    if field.type in NUMBERS and environment in field.defaults:
+        is_computed = bool(field.production_rule) and environment is Environment.PRODUCTION
+        return not is_computed and bool(value != field.defaults[environment])
     if field.type is FieldType.TEXT or not has_fixed_default(field):
         return False
     return bool(value != getattr(PlanOverrides(), field.name))

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Dialog, Page, expect
 
 from tests.browser.service import WAIT_MS, Service
 
@@ -69,7 +69,12 @@ def test_secret_is_masked_until_it_is_revealed_and_is_left_with_a_warning(servic
     """Guarantee: a value shown once is masked, can be copied, and is left without a warning only once it is stored."""
     with service.page("tam", permissions=["clipboard-read", "clipboard-write"]) as page:
         warnings: list[str] = []
-        page.on("dialog", lambda dialog: (warnings.append(dialog.type), dialog.dismiss()))
+
+        def stay(dialog: Dialog) -> None:
+            warnings.append(dialog.type)
+            dialog.dismiss()
+
+        page.on("dialog", stay)
         url = request_key(page, "sandbox", "browser-secret")
         page.get_by_role("link", name=re.compile("^Collect")).wait_for()
         key, shown = collect(service, page, "tam", "Collect"), page.locator("[data-secret] code")

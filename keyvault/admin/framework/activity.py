@@ -18,9 +18,13 @@ MAX_READ = 300
 
 MAX_SHOWN = 10
 
-_SPECIAL = {
-    "key.material_stored": "Key written to the secret backend",
+SPECIAL = {
+    "key.staged": "Key made",
+    "key.stored": "Key written to the secret backend",
     "key.material_destroyed": "Key destroyed in the secret backend",
+    "key.burned": "Key discarded",
+    "rotation.told": "Merchant notified of the rotation",
+    "rotation.retirement_asked": "Retirement date of the old key requested",
     "credential.restricted": "Restrictions of the credential changed",
     "issuance.requested": "Key requested",
     "issuance.staged": "Key made for a request",
@@ -43,7 +47,7 @@ _TONE_OF = {verb: tone for tone, verbs in _TONES.items() for verb in verbs}
 def name_event(event: str) -> str:
     """Return an event in words, such as `Rotation requested`."""
     noun, _, verb = event.partition(".")
-    what = _SPECIAL.get(event) or f"{noun} {verb}".replace("_", " ").strip()
+    what = SPECIAL.get(event) or f"{noun} {verb}".replace("_", " ").strip()
     return f"{what[0].upper()}{what[1:]}"
 
 

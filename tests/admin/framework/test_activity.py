@@ -1,0 +1,26 @@
+"""Audit entries as sentences."""
+
+import re
+
+import pytest
+
+from keyvault.admin.framework.activity import SPECIAL, sentence_of
+from tests.environment import ROOT
+
+
+@pytest.mark.parametrize(
+    ("event", "actor", "sentence"),
+    [
+        ("rotation.requested", "operator:tam", "Rotation requested by tam"),
+        ("key.stored", "system:worker", "Key written to the secret backend by worker"),
+        ("merchant.offboarding_began", "host", "Merchant offboarding began by host"),
+    ],
+)
+def test_sentence_names_what_happened_and_who_did_it(event: str, actor: str, sentence: str) -> None:
+    assert sentence_of(event, actor) == sentence
+
+
+def test_special_sentences_are_of_events_that_are_recorded() -> None:
+    folders = (ROOT / "keyvault" / "services", ROOT / "rotation" / "services")
+    code = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    assert {event for event in SPECIAL if re.search(rf'"{re.escape(event)}"', code) is None} == set()

@@ -1,0 +1,71 @@
+"""What the page of a rotation shows first."""
+
+import html
+import re
+from typing import Any
+
+import pytest
+
+from keyvault.access.permissions import Permission as P
+from keyvault.models.usage import UseOutcome
+from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.plan_fields import PlanOverrides
+from rotation.models import Rotation
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.requests import request_rotation
+from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
+from tests.factories import grant, issue
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return set_up_desk()
+
+
+def rotated(desk: Desk, **overrides: Any) -> Rotation:
+    key, _ = issue(desk.sandbox)
+    allowed = grant(desk.tam, P.ROTATIONS_WRITE, desk.sandbox)
+    row = request_rotation(allowed, key.credential, PlanOverrides(reason="yearly", **overrides))
+    advance_rotation(row.pk)
+    return row
+
+
+def page_of(desk: Desk, row: Rotation) -> str:
+    return text_of(browser(desk.tam).get(address("rotation_rotation_change", row.pk)))
+
+
+def note(row: Rotation, user_agent: str) -> None:
+    log = UsageLog()
+    log.note(
+        row.predecessor_id,
+        source="192.0.2.7",
+        user_agent=user_agent,
+        endpoint="orders.retrieve",
+        outcome=UseOutcome.ALLOWED,
+    )
+    log.flush()
+
+
+def test_users_are_copied_as_csv_without_formulas(desk: Desk) -> None:
+    """Guarantee: a user agent that a client chose is no formula in a spreadsheet."""
+    row = rotated(desk)
+    note(row, "=HYPERLINK(1)")
+    (text,) = re.findall(r'data-copy="(source,[^"]*)"', page_of(desk, row))
+    header, line, _ = html.unescape(text).split("\n")
+    assert header == "source,network,user_agent,endpoint,requests,first_seen,last_seen"
+    assert line.startswith("192.0.2.7,192.0.2.0/24,'=HYPERLINK(1),orders.retrieve,1,")
+
+
+def test_chart_appears_once_a_key_was_used(desk: Desk) -> None:
+    row = rotated(desk)
+    assert "Requests per" not in page_of(desk, row)
+    note(row, "shop/1")
+    assert "Requests per 2 min (UTC)" in page_of(desk, row)
+
+
+def test_plan_marks_what_deviates_from_the_defaults(desk: Desk) -> None:
+    plan = page_of(desk, rotated(desk, quiet_seconds=7_200)).partition("<h2>Plan</h2>")[2].partition("</section>")[0]
+    marked = re.findall(r"<dt>([^<]*)</dt><dd>[^<]*<span[^>]*>not the default", plan)
+    assert marked == ["Quiet period"]
