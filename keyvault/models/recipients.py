@@ -71,7 +71,7 @@ class RecipientKey(RecordedModel):
 
 
 class RecipientKeyApproval(ApprovalColumns):
-    """One person's approval to use a recipient key at once."""
+    """One person's approval to use a recipient key before its 24 hours have passed."""
 
     recipient_key = models.ForeignKey(RecipientKey, models.PROTECT, related_name="approvals")
 

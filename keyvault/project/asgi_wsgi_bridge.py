@@ -205,7 +205,7 @@ class Bridge:
     async def _answer_waiting(
         self, feed: FeedWaiters, make_environ: Callable[[], dict[str, Any]], watch: Callable[[], Awaitable[None]]
     ) -> WsgiResponse:
-        """Answer a read of the change feed: at once, or again after the next change. Each answer authenticates.
+        """Answer a read of the change feed: immediately, or again after the next change. Each answer authenticates.
 
         Raises QueueFullError, ClientGoneError.
         """

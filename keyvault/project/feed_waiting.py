@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 MAX_WAITING = 256
-"""Maximum number of requests of one process that wait. Others are answered at once."""
+"""Maximum number of requests of one process that wait. Others are answered immediately."""
 
 _MERGE_SECONDS = 0.02
 """Time between a change and the answers to those that wait for it, in seconds: further changes share the answer."""

@@ -73,7 +73,7 @@ class PasteForm(forms.Form):
         strip=False,
         widget=forms.Textarea(attrs={"rows": 10, "class": "mono", "autocomplete": "off", "spellcheck": "false"}),
         help_text=f"At most {MAX_KEYS} keys. A key id is the 16 characters after the third underscore of a key.",
-        error_messages={"max_length": f"Paste at most {_MAX_CHARACTERS:,} characters at once."},
+        error_messages={"max_length": f"Paste at most {_MAX_CHARACTERS:,} characters."},
     )
 
 
@@ -126,7 +126,7 @@ def _read_pasted(request: HttpRequest) -> tuple[list[LeakedId], str]:
         if found.setdefault(each.public_id, each).kind is None and each.kind is not None:
             found[each.public_id] = each  # A key string tells more than its bare id.
         if len(found) > _MAX_IDS:
-            return [], f"The text contains more than {_MAX_IDS:,} possible key ids. Paste less at once."
+            return [], f"The text contains more than {_MAX_IDS:,} possible key ids. Paste a part of it."
     return list(found.values()), "" if found else _NOTHING_FOUND
 
 

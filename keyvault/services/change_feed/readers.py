@@ -204,7 +204,7 @@ def _id_of(service: Service, name: str) -> str:
 
 def _register(service: Service, reader_id: str, token: ServiceToken, now: datetime) -> None:
     with transaction.atomic():
-        # Two readers that register at once must not both take the last place.
+        # Two readers that register simultaneously must not both take the last place.
         ServiceToken.objects.select_for_update(of=("self",)).get(pk=token.pk)
         known = FeedReader.objects.filter(pk=reader_id).exists()
         if not known:

@@ -1,6 +1,6 @@
 """Recipient keys: a merchant sets the key that its replacements are sealed to, with its API key as the proof.
 
-Whoever holds a leaked API key could set one too, and so receive the next replacement. Operators are therefore alarmed.
+A holder of a leaked API key could set one, too, and so receive the next replacement. Operators are therefore alarmed.
 In production a recipient key applies only after DELAY, unless two persons approve it earlier. A rotation uses the key
 that applied when the rotation was requested.
 """
@@ -30,7 +30,7 @@ DELAY = {Environment.SANDBOX: timedelta(0), Environment.PRODUCTION: timedelta(ho
 """Time from the request until a recipient key applies."""
 
 APPROVALS_NEEDED = 2
-"""Persons who approve that a recipient key applies at once: its setter is known by the API key only."""
+"""Persons who approve that a recipient key applies immediately: its setter is known by the API key only."""
 
 
 def set_recipient_key(grant: Grant, key: Key, public_key: str) -> RecipientKey:
@@ -73,7 +73,7 @@ def set_recipient_key(grant: Grant, key: Key, public_key: str) -> RecipientKey:
 
 
 def approve_recipient_key(grant: Grant, recipient: RecipientKey, digest: str) -> RecipientKey:
-    """Approve, as one of two persons, that the key applies at once. Raises StateConflictError."""
+    """Approve, as one of two persons, that the key applies immediately. Raises StateConflictError."""
     _require_pending(grant, recipient)
     operator = approving_operator(grant, recipient, digest)
     event = "recipient_key.approved"

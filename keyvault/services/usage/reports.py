@@ -316,8 +316,8 @@ def find_last(key_id: str, outcomes: Collection[UseOutcome] = SIGNS_OF_LIFE) -> 
 def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
     """Return the sources that tried to use a key since it was suspended, the latest first.
 
-    At most _MAX_ATTEMPTS known ones and as many unknown ones; never all of one kind instead of the other. Of the
-    sources in `KeySource` only the latest MAX_SOURCES and OTHERS are read.
+    At most _MAX_ATTEMPTS known ones and as many unknown ones; never all of one kind instead of the other. Reads
+    only the latest MAX_SOURCES sources of `KeySource`, and OTHERS.
     """
     tried_at, unknown_at = _find_attempt(key_id)
     if tried_at is None or tried_at < since:
