@@ -48,7 +48,8 @@ class RecipientKeyAdmin(ConsoleModelAdmin):
             approve_recipient_key,
             (
                 "Rotations requested from now on are sealed to this key instead of 24 hours after it was set. Ask the "
-                "merchant first: everyone who holds the credential's API key can set a recipient key. Two persons approve."
+                "merchant first: everyone who holds the credential's API key can set a recipient key. Two persons "
+                "approve."
             ),
             approved="Approved. Rotations requested from now on are sealed to this key.",
             is_undecided=_is_pending,
