@@ -46,6 +46,7 @@ from keyvault.admin.framework.attention import (
     count_by_entry,
     menu_counts,
 )
+from keyvault.admin.framework.components import Tiles
 from keyvault.admin.framework.enforcement import grant_for, operator_of
 from keyvault.admin.framework.menu import ENTRIES, ConsolePage, Section, build_menu, page_route
 from keyvault.admin.framework.middleware import ViewT, open_before_sign_in
@@ -330,10 +331,9 @@ class ConsoleSite(AdminSite):
             **overview_context(request),
         }
         parts = [part for find in self._overview_parts if (part := find(request)) is not None]
-        for part in parts:
-            context |= part.context or {}
-        context["cards"] = [part.card for part in parts if part.card]
-        context["tiles"] = [*context.get("tiles", ()), *(tile for part in parts for tile in part.tiles)]
+        tiles = [*context.get("tiles", ()), *(tile for part in parts for tile in part.tiles)]
+        context["tiles"] = Tiles(tiles) if tiles else ""
+        context["sections"] = [part.section for part in parts if part.section is not None]
         return live_page(self, request, "index", context, seconds=REFRESH_SECONDS)
 
     def _attention(self, request: HttpRequest, *, is_complete: bool) -> FoundAttention:
@@ -362,7 +362,7 @@ class ConsoleSite(AdminSite):
         hits = [hit for _, listed in groups for hit in listed]
         if len(hits) == 1:
             return HttpResponseRedirect(hits[0].url)
-        context = {"title": "Search", "search_words": word, "groups": groups, "has_hits": bool(hits)}
+        context = {"title": "Search", "search_words": word, "groups": groups, "max_hits": MAX_HITS}
         return page(self, request, "search", context)
 
     def choose_environment(self, request: HttpRequest) -> HttpResponse:

@@ -5,13 +5,12 @@ from datetime import UTC, datetime, timedelta
 
 from django.contrib import admin
 from django.http import HttpRequest
-from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.components import Segments, Tile
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.overview import OverviewPart, format_bounded
-from keyvault.admin.framework.widgets import badge, duration, link
+from keyvault.admin.framework.widgets import Table, badge, duration, link
 from rotation.admin.rotation_sections import steps_of
 from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
@@ -58,12 +57,13 @@ def find_part(request: HttpRequest) -> OverviewPart | None:
         tiles=[
             Tile("Rotations this week", format_bounded(completed, MAX_ENDED), f"completed · {stalled}{more} stalled")
         ],
-        card="console/overview_rotations.html",
-        context={
-            "rotations": [_cells(rotations, row, now) for row in listed[:MAX_SHOWN]],
-            "has_more_rotations": len(listed) > MAX_SHOWN,
-            "rotations_url": reverse("admin:rotation_rotation_changelist"),
-        },
+        section=Table(
+            "Rotations in progress",
+            ["Credential", "Environment", "State", "Progress", "Since"],
+            [_cells(rotations, row, now) for row in listed[:MAX_SHOWN]],
+            "No rotation is in progress. Rotations that replace a key appear here with the step that they wait for.",
+            link(rotations.list_url(), "Show all" if len(listed) > MAX_SHOWN else "All rotations"),
+        ),
     )
 
 

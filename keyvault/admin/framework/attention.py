@@ -156,7 +156,6 @@ def attention_context(request: HttpRequest, found: FoundAttention) -> dict[str, 
         ][:_MAX_SHOWN],
         "waiting_items": [item for item in items if item.tone not in URGENT_TONES and item.lines],
         "attention_count": sum(item.count for item in items if item.tone in URGENT_TONES),
-        "empty_items": [item for item in items if not item.count],
     }
 
 

@@ -330,7 +330,6 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         extras = [extra for other in others if (extra := other.extras_for(request, row)) is not None]
         context = {
             "title": detail.title,
-            "singular": self.singular,
             "detail": detail,
             "stepper": Stepper(detail.steps) if detail.steps else None,
             "page_environment": self._environment_of(row),

@@ -15,12 +15,11 @@ class OverviewPart:
 
     Args:
         tiles: numbers, after those of keyvault.
-        card: template of a wide card; empty: none. It reads `context`.
+        section: a `FactTable`, `Table` or `Card`, after those of keyvault; None: none.
     """
 
     tiles: Sequence[Tile] = ()
-    card: str = ""
-    context: dict[str, Any] | None = None
+    section: Any = None
 
 
 FindPart = Callable[[HttpRequest], OverviewPart | None]

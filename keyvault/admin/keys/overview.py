@@ -14,7 +14,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.charts import Series, StackedChart, Tick
-from keyvault.admin.framework.components import Meter, Tile
+from keyvault.admin.framework.components import Card, EmptyState, Meter, Tile
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.overview import format_bounded, format_number, format_share
 from keyvault.admin.framework.shown_environment import environment_of, shown_scope
@@ -41,6 +41,8 @@ _MAX_CODES = 6
 _DAY = timedelta(days=1)
 _SLOTS = int(_DAY / SLOT)
 _BACKEND_SECONDS = 15
+
+_NOT_USED = EmptyState("No verifications in the last 24 hours", "Each use of a key is counted here within a minute.")
 
 
 def overview_context(request: HttpRequest) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def _usage_context(request: HttpRequest, now: datetime) -> dict[str, Any]:
     total, bad = sum(allowed) + sum(denied) + sum(refused), sum(denied) + sum(refused)
     before = sum(sum(counts.values()) for at, counts in totals.items() if at < slots[0])
     return {
-        "usage_chart": chart if total else None,
+        "usage_card": Card("Verifications", chart, chart.legend) if total else Card("Verifications", _NOT_USED),
         "tiles": [
             Tile("Verifications of valid keys", format_number(total), _compare(total, before)),
             Tile("Denied", format_share(bad, total), _peak(denied, refused, allowed, moments)),
