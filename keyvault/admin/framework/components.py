@@ -3,13 +3,11 @@
 `widgets` has the smaller parts: badge, time, identifier and link. `charts` has the charts.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from django.http import HttpRequest
-from django.middleware.csrf import get_token
 from django.template.loader import render_to_string
 from django.utils.safestring import SafeString
 
@@ -141,19 +139,15 @@ class Banner(Component):
         lead: the sentence, in bold.
         text: what it means for the operator.
         tone: empty, `good`, `wait` or `bad`.
-        buttons: links or `ConfirmDialog`s.
+        buttons: links to action pages, the best first.
     """
 
     lead: str
     text: Any = ""
     tone: str = ""
-    buttons: Sequence[Any] = ()
+    buttons: Sequence[Link] = ()
 
     template_name = "console/component_banner.html"
-
-    def context(self) -> dict[str, Any]:
-        parts = [(part, isinstance(part, Link)) for part in self.buttons]
-        return {**super().context(), "parts": parts}
 
 
 @dataclass(frozen=True)
@@ -207,30 +201,3 @@ class Tile(Component):
     url: str = ""
 
     template_name = "console/component_tile.html"
-
-
-@dataclass(frozen=True)
-class ConfirmDialog(Component):
-    """A button that opens a dialog, which sends a form to an action's page. Without scripts it opens that page.
-
-    Args:
-        dialog_id: unique on the page.
-        label: of the button, without the ellipsis.
-        url: page of a row action that needs no other field than `hidden`.
-        hidden: hidden fields, such as the version of the row.
-        tone: as of an action.
-    """
-
-    request: HttpRequest
-    dialog_id: str
-    label: str
-    title: str
-    text: str
-    url: str
-    hidden: Mapping[str, object] = field(default_factory=dict)
-    tone: str = "plain"
-
-    template_name = "console/component_confirm.html"
-
-    def context(self) -> dict[str, Any]:
-        return {**super().context(), "csrf_token": get_token(self.request), "request": None}

@@ -1,6 +1,5 @@
 // The console's scripts. Every page works without them.
 import './combobox.js';
-import './confirm.js';
 import './copy.js';
 import './forms.js';
 import './live.js';

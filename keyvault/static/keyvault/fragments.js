@@ -49,6 +49,6 @@ function morphAttributes(old, node) {
 
 /** Whether the reader, not the server, decides on the attribute: what is open, and what the scripts have shown. */
 function isOfReader(element, name) {
-  const isOpen = name === 'open' && (element.nodeName === 'DETAILS' || element.nodeName === 'DIALOG');
+  const isOpen = name === 'open' && element.nodeName === 'DETAILS';
   return isOpen || (name === 'hidden' && element.matches('[data-copy]')) || name === 'data-local';
 }
