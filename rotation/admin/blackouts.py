@@ -16,7 +16,7 @@ from keyvault.admin.framework.actions import ActionResult, Cleaned, CreateAction
 from keyvault.admin.framework.choices import Choice, choices_page
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, mono, short_moment
+from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, moment, mono
 from rotation.admin.schedule_forms import CalendarForm, EditCalendarForm, periods_from
 from rotation.admin.schedule_widgets import format_scope, schedules_in_scope
 from rotation.models import BlackoutCalendar
@@ -81,7 +81,7 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
     def next_begin(self, row: BlackoutCalendar) -> SafeString:
         now = datetime.now(UTC)
         ahead = (at for at, _ in _read(row) if at > now)
-        return short_moment(next(ahead, None))
+        return moment(next(ahead, None))
 
     @admin.display(description="enabled schedules")
     def used_by(self, row: BlackoutCalendar) -> str:
@@ -94,7 +94,7 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: BlackoutCalendar) -> Detail:
         now = datetime.now(UTC)
         periods = [
-            [short_moment(begins_at), short_moment(ends_at), each["why"] or NOTHING, "over" if ends_at <= now else ""]
+            [moment(begins_at), moment(ends_at), each["why"] or NOTHING, "over" if ends_at <= now else ""]
             for each, (begins_at, ends_at) in zip(row.periods, _read(row), strict=True)
         ]
         seen = row.schedules.filter(schedules_in_scope(operator_of(request).scope))

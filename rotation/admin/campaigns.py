@@ -55,7 +55,6 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.domain.environments import Environment
 from rotation.admin.plan_fields import SHARED_GROUP, PlanForm, form_field, overrides_in, show_override
@@ -413,4 +412,4 @@ def _member(row: Campaign, member: CampaignMember) -> list[Any]:
         return [str(credential.account), shown, badge(state), NOTHING, member.why or NOTHING, NOTHING]
     its_page = link(reverse("admin:rotation_rotation_change", args=[rotation.pk]), mono(rotation))
     why = rotation.why or NOTHING
-    return [str(credential.account), shown, badge(rotation.state), its_page, why, short_moment(rotation.entered_at)]
+    return [str(credential.account), shown, badge(rotation.state), its_page, why, moment(rotation.entered_at)]

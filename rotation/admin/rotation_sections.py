@@ -20,7 +20,6 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.admin.keys.keys import key_link
 from keyvault.domain.environments import Environment
@@ -342,9 +341,9 @@ def retirements_table(row: Rotation) -> Table:
             [
                 link(reverse("admin:rotation_retirement_change", args=[each.pk]), f"{each.retire_at:%Y-%m-%d %H:%M}"),
                 requester_name(each),
-                short_moment(each.created_at),
+                moment(each.created_at),
                 NOTHING if each.approver is None else each.approver.username,
-                short_moment(each.approved_at, missing="not yet"),
+                moment(each.approved_at, missing="not yet"),
             ]
             for each in row.retirements.select_related("requester", "approver").order_by("-created_at", "-pk")
         ],
@@ -363,8 +362,8 @@ def awaited_table(awaited: Sequence[AwaitedSource]) -> Table:
         [
             [
                 mono(source.name),
-                short_moment(source.used_at),
-                short_moment(source.until, missing=describe_need(source.name)),
+                moment(source.used_at),
+                moment(source.until, missing=describe_need(source.name)),
             ]
             for source in awaited[:MAX_AWAITED]
         ],
@@ -375,10 +374,7 @@ def evidence_table(recorded: Sequence[Evidence]) -> Table:
     return Table(
         "Evidence",
         ["kind", "when (UTC)", "observation"],
-        [
-            [badge(item.kind), short_moment(item.created_at), mono(json.dumps(item.seen, sort_keys=True))]
-            for item in recorded
-        ],
+        [[badge(item.kind), moment(item.created_at), mono(json.dumps(item.seen, sort_keys=True))] for item in recorded],
     )
 
 
@@ -391,8 +387,8 @@ def ledger_table(row: Rotation) -> Table:
                 badge(entry.step),
                 mono(entry.key_id or NOTHING),
                 badge(entry.state),
-                short_moment(entry.started_at),
-                short_moment(entry.finished_at),
+                moment(entry.started_at),
+                moment(entry.finished_at),
                 entry.detail or NOTHING,
             ]
             for entry in row.ledger.order_by("started_at", "pk")

@@ -36,7 +36,7 @@ from keyvault.admin.framework.widgets import (
     Table,
     badge,
     link,
-    short_moment,
+    moment,
 )
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
@@ -340,7 +340,7 @@ class RotationAdmin(ConsoleModelAdmin):
                     self.state_badge(item),
                     key_or_nothing(item.predecessor),
                     key_or_nothing(item.replacement),
-                    short_moment(item.created_at),
+                    moment(item.created_at),
                 ]
                 for item in rotations
             ],

@@ -11,7 +11,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.scoping import in_scope
-from keyvault.admin.framework.widgets import NOTHING, FactTable, Table, badge, link, moment, mono, short_moment
+from keyvault.admin.framework.widgets import NOTHING, FactTable, Table, badge, link, moment, mono
 from keyvault.domain.environments import Environment
 from rotation.admin.plan_fields import WEEKDAYS, show_override
 from rotation.domain.plan_fields import SHARED_FIELDS
@@ -51,7 +51,7 @@ def month_tables(dates: list[ScheduledDate]) -> Iterable[Table]:
                 f"{date.merchant_id}/{date.environment}",
                 credential_link(date.credential_id, date.label),
                 _state_link(date),
-                short_moment(date.ask_at, missing="already requested" if date.rotation_id else NOTHING),
+                moment(date.ask_at, missing="already requested" if date.rotation_id else NOTHING),
                 date.why,
             ]
             for date in found
@@ -108,7 +108,7 @@ def rotations_table(title: str, rotations: Any, which: str) -> Table:
                 link(reverse("admin:rotation_rotation_change", args=[item.pk]), mono(item)),
                 badge(item.state),
                 credential_link(item.credential_id, f"{item.credential.account} · {item.credential.label}"),
-                short_moment(item.created_at),
+                moment(item.created_at),
             ]
             for item in latest
         ],

@@ -38,8 +38,8 @@ from keyvault.admin.framework.widgets import (
     Table,
     badge,
     link,
+    moment,
     mono,
-    short_moment,
 )
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
@@ -214,7 +214,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
                 [
                     link(reverse("admin:rotation_standingapproval_change", args=[item.pk]), mono(item)),
                     badge(approval_state(item)),
-                    short_moment(item.expires_at),
+                    moment(item.expires_at),
                     requester_name(item),
                     item.why or NOTHING,
                 ]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from django.contrib import admin
 from django.utils.safestring import SafeString
 
-from keyvault.admin.framework.widgets import NOTHING, badge, short_moment
+from keyvault.admin.framework.widgets import NOTHING, badge, moment
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def moment_column(heading: str, read: str | Callable[[Any], datetime | None], *,
 
     @admin.display(description=heading, ordering=ordering)
     def column(model_admin: Any, row: Any) -> SafeString:
-        return short_moment(value(row), missing=missing)
+        return moment(value(row), missing=missing)
 
     return column
 

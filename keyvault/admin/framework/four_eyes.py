@@ -21,7 +21,7 @@ from keyvault.admin.framework.actions import (
     Tone,
 )
 from keyvault.admin.framework.enforcement import operator_of
-from keyvault.admin.framework.widgets import Table, mono, short_moment
+from keyvault.admin.framework.widgets import Table, moment, mono
 from keyvault.domain.environments import Environment
 from keyvault.models import Account
 
@@ -125,10 +125,7 @@ def approvals_table(row: Any) -> Table:
     return Table(
         f"Approvals ({row.approvals_needed} required)",
         ["approver", "approved (UTC)", "digest"],
-        [
-            [item.approver.username, short_moment(item.created_at), mono(item.plan_digest)]
-            for item in row.approvals.all()
-        ],
+        [[item.approver.username, moment(item.created_at), mono(item.plan_digest)] for item in row.approvals.all()],
         empty="No approvals yet." if row.approvals_needed else "No approval is required in this environment.",
     )
 

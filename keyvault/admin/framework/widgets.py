@@ -125,9 +125,6 @@ def moment(at: datetime | None, *, missing: str = NOTHING) -> SafeString:
     return format_html('<time datetime="{}" title="{}">{}</time>', at.isoformat(), exact, _distance(at))
 
 
-short_moment = moment
-
-
 def identifier(text: object) -> SafeString:
     """Render an id or digest in monospace with a button that copies it."""
     return format_html(

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from django.db.models import Q, QuerySet
 
 from keyvault.admin.framework.filters import state_filter
-from keyvault.admin.framework.widgets import NOTHING, Table, badge, mono, short_moment
+from keyvault.admin.framework.widgets import NOTHING, Table, badge, moment, mono
 from keyvault.models import Key, UseBucket
 from keyvault.models.usage import EXPOSURES, UseSpan
 
@@ -37,7 +37,7 @@ def exposure_tables(key: Key) -> Iterable[Table]:
                     use.context.user_agent or NOTHING,
                     use.context.endpoint or NOTHING,
                     use.count,
-                    short_moment(use.last_at),
+                    moment(use.last_at),
                 ]
                 for use in found
             ],

@@ -8,7 +8,7 @@ from django.utils.safestring import SafeString
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.widgets import Detail, FactTable, badge, moment, short_moment
+from keyvault.admin.framework.widgets import Detail, FactTable, badge, moment
 from keyvault.models import PepperVersion
 from keyvault.services.pepper_rotation.status import PepperState, describe_version
 from keyvault.services.peppers.ring import list_served_sets
@@ -46,7 +46,7 @@ class PepperVersionAdmin(ConsoleModelAdmin):
 
     @admin.display(description="used for digests from (UTC)", ordering="hashes_from_at")
     def since(self, row: PepperVersion) -> SafeString:
-        return short_moment(row.hashes_from_at, missing=_missing(row.number))
+        return moment(row.hashes_from_at, missing=_missing(row.number))
 
     made_at = moment_column("created (UTC)", "created_at")
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from keyvault.admin.framework.widgets import NOTHING, Table, badge, moment, mono, short_moment
+from keyvault.admin.framework.widgets import NOTHING, Table, badge, moment, mono
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
 from keyvault.services.usage.reports import (
@@ -61,8 +61,8 @@ def use_tables(key: Key) -> Iterable[Table]:
                 user.endpoint or NOTHING,
                 badge(user.outcome),
                 user.count,
-                short_moment(user.first_at),
-                short_moment(user.last_at),
+                moment(user.first_at),
+                moment(user.last_at),
             ]
             for user in users
         ],
@@ -95,8 +95,8 @@ def _versions(key: Key, has_more: bool) -> Iterable[Table]:
                     version.user_agent or NOTHING,
                     version.sources,
                     version.count,
-                    short_moment(version.first_at),
-                    short_moment(version.last_at),
+                    moment(version.first_at),
+                    moment(version.last_at),
                 ]
                 for version in versions
             ],
@@ -114,8 +114,8 @@ def _networks(key: Key, has_more: bool) -> Iterable[Table]:
                     mono(network.network),
                     network.sources,
                     network.count,
-                    short_moment(network.first_at),
-                    short_moment(network.last_at),
+                    moment(network.first_at),
+                    moment(network.last_at),
                 ]
                 for network in networks
             ],

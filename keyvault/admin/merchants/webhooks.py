@@ -44,7 +44,6 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.models import Account, DeliveryState, WebhookDelivery, WebhookEndpoint
 from keyvault.services.webhooks.endpoints import (
@@ -236,10 +235,7 @@ class WebhookEndpointAdmin(AccountRowAdmin):
         table = Table(
             "Webhook endpoints",
             ["URL", "state", "created (UTC)"],
-            [
-                [link(self.url_of(each), each.url), badge(_state(each)), short_moment(each.created_at)]
-                for each in endpoints
-            ],
+            [[link(self.url_of(each), each.url), badge(_state(each)), moment(each.created_at)] for each in endpoints],
         )
         return Extras(links=links, sections=[table])
 
@@ -259,7 +255,7 @@ def _deliveries(request: HttpRequest, endpoint: WebhookEndpoint) -> Table:
                 link(reverse("admin:keyvault_notice_change", args=[row.notice_id]), row.notice.kind)
                 if is_linked
                 else row.notice.kind,
-                short_moment(row.notice.created_at),
+                moment(row.notice.created_at),
                 badge(row.state),
                 f"{row.attempts} of {MAX_ATTEMPTS}",
                 row.last_error or row.last_status or NOTHING,
@@ -273,5 +269,5 @@ def _deliveries(request: HttpRequest, endpoint: WebhookEndpoint) -> Table:
 
 def _when(delivery: WebhookDelivery) -> SafeString:
     if delivery.state == DeliveryState.DUE:
-        return short_moment(delivery.due_at)
-    return short_moment(delivery.delivered_at, missing="never")
+        return moment(delivery.due_at)
+    return moment(delivery.delivered_at, missing="never")

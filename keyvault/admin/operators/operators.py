@@ -32,7 +32,7 @@ from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.four_eyes import requester_name
 from keyvault.admin.framework.model_admin import BoundedPaginator, ConsoleModelAdmin
 from keyvault.admin.framework.pages import live_page
-from keyvault.admin.framework.widgets import Detail, FactTable, Link, Table, badge, link, moment, mono, short_moment
+from keyvault.admin.framework.widgets import Detail, FactTable, Link, Table, badge, link, moment, mono
 from keyvault.domain.environments import Environment
 from keyvault.models import Operator, OperatorChange
 from keyvault.services.access_review import (
@@ -334,7 +334,7 @@ class OperatorAdmin(ConsoleModelAdmin):
             badge(operator_state(row)),
             str(row.access_scope),
             "yes" if access.has_second_factor else "no",
-            short_moment(row.last_login, missing="never"),
+            moment(row.last_login, missing="never"),
         ]
         for number, role in enumerate(access.roles or [None]):
             yield [*(shown if number == 0 else [""] * len(shown)), *_role_cells(role)]
@@ -359,8 +359,8 @@ def _role_cells(role: RoleAccess | None) -> list[Any]:
         return ["none", "", "", ""]
     return [
         _name(role.role),
-        short_moment(role.granted_at, missing="unknown: not granted by Keyvault"),
-        short_moment(role.last_used_at, missing="never"),
+        moment(role.granted_at, missing="unknown: not granted by Keyvault"),
+        moment(role.last_used_at, missing="never"),
         _review(role),
     ]
 
@@ -387,7 +387,7 @@ def _changes_table(operator: Operator) -> Table:
                 link(reverse("admin:keyvault_operatorchange_change", args=[change.pk]), mono(change.pk)),
                 badge(change.state),
                 requester_name(change),
-                short_moment(change.created_at),
+                moment(change.created_at),
             ]
             for change in changes[:_MAX_CHANGES]
         ],

@@ -39,7 +39,6 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
     mono,
-    short_moment,
 )
 from keyvault.domain.ids import is_key_id
 from keyvault.models import Account, Notice
@@ -208,7 +207,7 @@ def _deliveries(notice: Notice) -> Table:
                 badge(row.state),
                 row.attempts,
                 row.last_error or row.last_status or "none",
-                short_moment(row.delivered_at, missing="not yet"),
+                moment(row.delivered_at, missing="not yet"),
             ]
             for row in rows
         ],
