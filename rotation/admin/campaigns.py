@@ -52,6 +52,7 @@ from keyvault.admin.framework.widgets import (
     Line,
     Table,
     badge,
+    counted,
     link,
     moment,
     mono,
@@ -148,7 +149,7 @@ def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
         ),
         reason=cleaned["reason"],
     )
-    count = _credentials(_count_members(campaign))
+    count = counted(_count_members(campaign), "credential")
     return submitted(
         campaign,
         is_undecided=_is_undecided(campaign),
@@ -184,8 +185,8 @@ class CampaignAdmin(ConsoleModelAdmin):
             P.ROTATIONS_APPROVE,
             approve_campaign,
             explain=lambda row: (
-                f"You approve exactly {_credentials(_count_members(row))}, listed on the page of the campaign, "
-                "with the plan and pace below."
+                f"You approve exactly {counted(_count_members(row), 'credential')}, listed on the page of the "
+                "campaign, with the plan and pace below."
             ),
             approved="Approved. The worker starts at the approved pace.",
             is_undecided=_is_undecided,
@@ -320,10 +321,6 @@ def _count_members(row: Campaign) -> int:
     return int(row.selection["count"])
 
 
-def _credentials(count: int) -> str:
-    return "1 credential" if count == 1 else f"{count} credentials"
-
-
 def _left_out(row: Campaign) -> str:
     counts = row.selection["left_out"]
     return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items()) or NOTHING
@@ -351,7 +348,7 @@ def _notes(request: HttpRequest, row: Campaign, report: Any) -> Iterable[str]:
         yield f"Paused{': ' + row.why if row.why else ''}. No more rotations start until an operator resumes it."
     elif row.state in {C.CANCELLED, C.EXPIRED, C.REJECTED}:
         why = f" ({row.why})" if row.why else ""
-        yield f"Closed{why}. {_credentials(waiting)} will not be rotated; rotations in progress continue."
+        yield f"Closed{why}. {counted(waiting, 'credential')} will not be rotated; rotations in progress continue."
     if row.state in {C.RUNNING, C.PAUSED, C.HALTED} and waiting and row.began_at is not None:
         yield f"Rotations not started by {row.began_at + START_WITHIN:%Y-%m-%d %H:%M} UTC are not started."
 

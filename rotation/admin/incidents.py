@@ -24,7 +24,7 @@ from keyvault.admin.framework.pages import live_page, page, status_of
 from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.sign_in import set_locked
 from keyvault.admin.framework.step_up import factor_context, is_step_up_due, pass_step_up
-from keyvault.admin.framework.widgets import NOTHING, Detail, Link, Table, badge, link, moment, mono
+from keyvault.admin.framework.widgets import NOTHING, Detail, Link, Table, badge, counted, link, moment, mono
 from keyvault.admin.keys.keys import key_link, use_of
 from keyvault.admin.keys.receipts import receipt_url, verifiers_table
 from keyvault.domain.errors import KeyvaultError
@@ -166,12 +166,12 @@ def _preview_page(
     count = len(to_revoke)
     is_due = bool(to_revoke) and is_step_up_due(request) and isinstance(request.user, Operator)
     context = {
-        "title": f"{_count(count, 'key')} to revoke" if count else "No key to revoke",
+        "title": f"{counted(count, 'key')} to revoke" if count else "No key to revoke",
         "crumbs": [Link("Leak desk", reverse("admin:incidents"))],
         "keys": _keys_table(to_revoke, lines or {}) if to_revoke else None,
         "others": Table("Not revoked here", ["line", "what it is", "id", "what to do"], others) if others else None,
         "form": form if to_revoke else None,
-        "button": f"Revoke {_count(count, 'key')} now",
+        "button": f"Revoke {counted(count, 'key')} now",
         "error": None if error is None else error.detail,
         "step_up": factor_context(request, request.user) if is_due and isinstance(request.user, Operator) else None,
     }
@@ -357,8 +357,8 @@ def _refresh(receipt: Receipt | None, rotations: dict[str, Rotation]) -> int | N
 
 
 def _banner(revoked: int, failed: int, receipt: Receipt | None) -> Banner:
-    lead = f"{_count(revoked, 'key')} revoked." if revoked else "No key was revoked."
-    not_revoked = f"{_count(failed, 'key')} NOT revoked: see the table." if failed else ""
+    lead = f"{counted(revoked, 'key')} revoked." if revoked else "No key was revoked."
+    not_revoked = f"{counted(failed, 'key')} NOT revoked: see the table." if failed else ""
     if receipt is None or receipt.is_complete:
         done = "All verifiers confirmed." if receipt is not None and receipt.verifiers else ""
         return Banner(lead, f"{not_revoked} {done}".strip(), "bad" if failed else "good")
@@ -371,7 +371,7 @@ def _progress_card(receipt: Receipt) -> Card:
     total = confirmed + waiting
     if not total:
         return Card("Confirmations", "No live verifiers. Verdicts use the database, which has the revocations.")
-    text = f"{confirmed} of {_count(total, 'verifier')}"
+    text = f"{confirmed} of {counted(total, 'verifier')}"
     return Card("Confirmations", Meter(confirmed, total, text, "wait" if waiting else "good"), text)
 
 
@@ -388,10 +388,6 @@ def _replacement(each: dict[str, Any], rotations: dict[str, Rotation]) -> Any:
         url = reverse("admin:rotation_rotation_change", args=[rotation.rotation_id])
         return format_html("{} {}", link(url, "rotation"), badge(rotation.state))
     return each["rotation_id"] or each["no_replacement"] or "not requested"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 PAGES = (

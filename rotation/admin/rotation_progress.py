@@ -11,7 +11,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.components import Banner, Card, Checks, EvidenceItem
-from keyvault.admin.framework.widgets import Link, Table, identifier, link, moment, mono, seconds
+from keyvault.admin.framework.widgets import Link, Table, counted, identifier, link, moment, mono, seconds
 from keyvault.admin.keys.traffic import traffic_card
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.sources import name_source
@@ -108,15 +108,11 @@ def _check(row: Rotation, state: RotationState, title: str, at: datetime | None,
 
 def _used(seen: dict[str, Any]) -> str:
     if seen.get("authentications"):
-        sources, minutes = _count(seen.get("sources", 0), "source"), _count(seen.get("minutes", 0), "minute")
+        sources, minutes = counted(seen.get("sources", 0), "source"), counted(seen.get("minutes", 0), "minute")
         return f"{seen['authentications']:,} requests from {sources} in {minutes}"
     if seen.get("acknowledged_at"):
         return "Acknowledged by the merchant with the replacement"
     return "Confirmed by an operator" if seen.get("confirmed_at") else ""
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _delivery(row: Rotation) -> str:
@@ -128,7 +124,7 @@ def _silence(row: Rotation, awaited: Sequence[AwaitedSource]) -> str:
         return "Every source has moved, is silent, or is waived"
     plan = row.readable_plan
     if awaited:
-        return f"{_count(len(awaited), 'source')} may still need the old key"
+        return f"{counted(len(awaited), 'source')} may still need the old key"
     return "" if plan is None else f"Quiet for {seconds(plan.quiet_seconds)}, and for twice each source's longest gap"
 
 

@@ -175,6 +175,11 @@ def _distance(at: datetime) -> str:
     return f"{text} ago" if distance.total_seconds() <= 0 else f"in {text}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number with its noun, such as `1 key` and `1,200 keys`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def duration(length: timedelta) -> str:
     """Format a period in its largest unit, such as `38 min`."""
     total = int(length.total_seconds())

@@ -18,7 +18,7 @@ from keyvault.admin.framework.components import Card, EmptyState, Meter, Tile
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.overview import format_bounded, format_number, format_share
 from keyvault.admin.framework.shown_environment import environment_of, shown_scope
-from keyvault.admin.framework.widgets import duration, link
+from keyvault.admin.framework.widgets import counted, duration, link
 from keyvault.backends.base import Health
 from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.keys import KeyState
@@ -168,7 +168,7 @@ def _system_rows(request: HttpRequest, now: datetime) -> list[tuple[str, SafeStr
             "Webhook delivery",
             _state("no endpoint failing", "good")
             if not health.failing_endpoints
-            else _state(_count(health.failing_endpoints, "endpoint") + " failing", "wait"),
+            else _state(counted(health.failing_endpoints, "endpoint") + " failing", "wait"),
         ),
     ]
 
@@ -216,7 +216,3 @@ def _state(text: str, tone: str) -> SafeString:
 
 def _describe_signed(age: timedelta) -> str:
     return "signed just now" if age < timedelta(minutes=1) else f"signed {duration(age)} ago"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"1 {noun}" if count == 1 else f"{count} {noun}s"
