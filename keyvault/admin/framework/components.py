@@ -139,15 +139,19 @@ class Banner(Component):
         lead: the sentence, in bold.
         text: what it means for the operator.
         tone: empty, `good`, `wait` or `bad`.
-        buttons: links to action pages, the best first.
+        buttons: links, or HTML of `widgets.copy_button`.
     """
 
     lead: str
     text: Any = ""
     tone: str = ""
-    buttons: Sequence[Link] = ()
+    buttons: Sequence[Any] = ()
 
     template_name = "console/component_banner.html"
+
+    def context(self) -> dict[str, Any]:
+        parts = [(part, isinstance(part, Link)) for part in self.buttons]
+        return {**super().context(), "parts": parts}
 
 
 @dataclass(frozen=True)
