@@ -17,6 +17,7 @@ from django.utils.safestring import SafeString
 from django.views.decorators.debug import sensitive_variables
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.components import Banner, Card, EmptyState, Meter
 from keyvault.admin.framework.enforcement import grant_for, may, operator_of
 from keyvault.admin.framework.menu import ConsolePage
@@ -137,7 +138,7 @@ def _preview(site: AdminSite, request: HttpRequest) -> HttpResponse:
     keys = _find_keys(request, [each.public_id for each in found])
     lines = {each.public_id: each for each in found}
     to_revoke = [keys[key_id] for key_id in lines if key_id in keys and _is_revocable(keys[key_id])]
-    others = list(_describe_others(found, keys))
+    others = list(_describe_others(found, keys, operator_of(request).scope))
     if not to_revoke and not others:
         return _paste_page(site, request, _NOTHING_FOUND, 400)
     if len(to_revoke) > MAX_KEYS:
@@ -233,8 +234,11 @@ _ELSEWHERE = {
     StringKind.SERVICE_TOKEN: "Revoke it under Service tokens.",
 }
 
+_UNKNOWN = "No key has this id. Nothing to do, unless it belongs to another installation."
+_UNKNOWN_IN_SCOPE = "No key has this id in your scope. Ask an operator whose scope is unlimited."
 
-def _describe_others(found: Sequence[LeakedId], keys: dict[str, Key]) -> Iterator[list[Any]]:
+
+def _describe_others(found: Sequence[LeakedId], keys: dict[str, Key], scope: AccessScope) -> Iterator[list[Any]]:
     """Yield the lines about what is not revoked here. Words of 16 letters in a log line are no ids."""
     shown = 0
     for each in found:
@@ -246,7 +250,7 @@ def _describe_others(found: Sequence[LeakedId], keys: dict[str, Key]) -> Iterato
         elif key is not None:
             what = f"Already {key.state}, and refused. Nothing to do."
         elif each.kind is not None or each.is_alone:
-            what = "No key has this id. Nothing to do, unless it belongs to another installation."
+            what = _UNKNOWN if scope == EVERYWHERE else _UNKNOWN_IN_SCOPE
         else:
             continue
         if shown == _MAX_OTHERS:

@@ -127,7 +127,7 @@ def test_leak_desk_of_another_merchants_key_knows_no_such_key(desk: Desk) -> Non
     limited = make_operator("limited", Role.INCIDENT_RESPONDER, scope=AccessScope(frozenset({"globex"})))
     client = browser(limited)
     shown = text_of(paste(client, key.key_id))
-    assert "No key has this id" in shown
+    assert "No key has this id in your scope" in shown
     assert "acme" not in shown
     forged = client.post(address("incidents"), {"key_ids": key.key_id}, follow=True)
     assert "No key was revoked." in text_of(forged)
