@@ -29,8 +29,8 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """A label of the time axis; `place` is 0 for the first value and 1 for the last one."""
+class _Placed:
+    """A label at a moment; `place` is 0 for the first value and 1 for the last one."""
 
     place: float
     label: str
@@ -38,22 +38,18 @@ class Tick:
     @property
     def percent(self) -> str:
         return _percent(self.place)
+
+
+class Tick(_Placed):
+    """A label of the time axis."""
 
     @property
     def anchor(self) -> str:
         return "start" if self.place <= 0 else "end" if self.place >= 1 else "middle"
 
 
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """A vertical line at a moment, such as `delivered`; `place` as of a tick."""
-
-    place: float
-    label: str
-
-    @property
-    def percent(self) -> str:
-        return _percent(self.place)
+class Marker(_Placed):
+    """A vertical line with a label, such as `delivered`."""
 
     @property
     def anchor(self) -> str:
@@ -61,7 +57,7 @@ class Marker:
 
     @property
     def offset(self) -> int:
-        return -6 if self.place > 0.75 else 6
+        return -6 if self.anchor == "end" else 6
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,9 @@ class _Chart(Component):
             "series": self.series,
             "has_areas": self.has_areas,
             "shapes": self._shapes(maximum),
-            "grid": [(_percent(1 - line / GRID_LINES), _short(maximum * line / GRID_LINES)) for line in range(5)],
+            "grid": [
+                (_percent(1 - line / GRID_LINES), _short(maximum * line / GRID_LINES)) for line in range(GRID_LINES + 1)
+            ],
             "ticks": self.ticks or default_ticks(self.moments),
             "markers": self.markers,
             "hits": [

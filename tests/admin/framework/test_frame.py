@@ -8,11 +8,13 @@ import pytest
 from django.db import connection
 from django.test import Client
 
+from keyvault.access.roles import Role
+from keyvault.access.scopes import AccessScope
 from keyvault.models import UsageTotal, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.totals import start_of_slot, write_totals
 from tests.admin.desk import Desk, address, browser, text_of
-from tests.factories import PRODUCTION, SANDBOX, issue, now, request_key
+from tests.factories import PRODUCTION, SANDBOX, issue, make_operator, now, request_key
 
 pytestmark = pytest.mark.database
 
@@ -72,6 +74,15 @@ def test_environment_switch_limits_lists_and_marks_production(desk: Desk) -> Non
     assert 'class="is-production"' in text_of(listed)
     client.post(address("environment"), {"environment": ""})
     assert {row.pk for row in client.get(keys).context["cl"].result_list} == {sandbox.pk, production.pk}
+
+
+def test_overview_of_an_operator_of_one_merchant_states_nothing_about_all_verifications(desk: Desk) -> None:
+    """Guarantee: the overview claims nothing about numbers that the operator may not see."""
+    limited = make_operator("limited", Role.KEY_ADMINISTRATOR, scope=AccessScope(frozenset({"acme"})))
+    assert "No verifications" in text_of(browser(desk.admin).get("/admin/"))
+    shown = text_of(browser(limited).get("/admin/"))
+    assert "Rotations in progress" in shown
+    assert "Verifications" not in shown
 
 
 def test_live_page_answers_its_fragment_by_etag(desk: Desk) -> None:
