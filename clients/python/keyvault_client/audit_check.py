@@ -84,7 +84,6 @@ def _check(export: Path, public_key: Path, kept: Path | None) -> ExportCheck:
     with _prefix_errors(kept):
         known = {} if kept is None else gather_kept(_lines(kept), keys)
     check = ExportCheck(keys, known)
-    number = 0
     with _prefix_errors(export):
         for number, line in enumerate(_lines(export), 1):
             try:

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import httpcore
 import httpx
 from anyio import to_thread

@@ -196,7 +196,10 @@ class Memory:
     def forget(self) -> None:
         """Drop everything but the proofs, and vouch for nothing."""
         with self._lock:
-            self._forget()
+            self._vouched_until = 0.0
+            self._note_change("*")
+            self._forget_records()
+            self._forget_rules()
 
     def apply(self, changes: Iterable[Mapping[str, Any]]) -> None:
         """Apply changes of the feed, in order. Raises ValueError, KeyError or TypeError for an unreadable change."""
@@ -280,12 +283,6 @@ class Memory:
                 self._groups[group].discard(key_id)
                 if not self._groups[group]:
                     del self._groups[group]
-
-    def _forget(self) -> None:
-        self._vouched_until = 0.0
-        self._note_change("*")
-        self._forget_records()
-        self._forget_rules()
 
     def _forget_records(self) -> None:
         self._wanted.update(self._held)

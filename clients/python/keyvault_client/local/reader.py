@@ -46,9 +46,15 @@ class FeedReader:
         self._address = address
         self._face = face
         self._memory = memory
+        self._begin()
+
+    def _begin(self) -> None:
+        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:20]
+        self._name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}"[:40]
         self._lock = Lock()
         self._started = False
-        self._begin()
+        self._logged = ""
+        self._stopped, self._woken, self._finished, self._registered = Event(), Event(), Event(), Event()
 
     def start(self) -> None:
         """Start the threads, once in a process."""
@@ -63,7 +69,6 @@ class FeedReader:
     def restart(self, memory: Memory) -> None:
         """Begin again in a forked process, which has no threads, and must not report the uses of its parent."""
         self._memory = memory
-        self._lock = Lock()
         self._begin()
 
     def wake(self) -> None:
@@ -77,13 +82,6 @@ class FeedReader:
         self._woken.set()
         if self._started:
             self._finished.wait(_ANSWER_SECONDS)
-
-    def _begin(self) -> None:
-        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:20]
-        self._name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}"[:40]
-        self._started = False
-        self._logged = ""
-        self._stopped, self._woken, self._finished, self._registered = Event(), Event(), Event(), Event()
 
     # --- the feed ---------------------------------------------------------------------------------------------
 
@@ -149,8 +147,7 @@ class FeedReader:
                 logger.warning("keyvault: uses are not reported, or records not read: %s", error)
                 self._stopped.wait(_PAUSE_SECONDS)
         try:
-            if self._registered.is_set():
-                self._report_all(is_final=True)
+            self._report_all(is_final=True)
         except Exception as error:  # noqa: BLE001  nothing can be done about it at the end
             logger.warning("keyvault: the last uses are not reported: %s", error)
         self._finished.set()

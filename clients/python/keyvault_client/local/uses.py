@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -90,7 +89,7 @@ def format_time(at: float) -> str:
 
 def _describe(key: UseKey, row: list[float]) -> dict[str, Any]:
     key_id, endpoint, source, user_agent, origin = key
-    described: Mapping[str, Any] = {
+    return {
         "key_id": key_id,
         "endpoint": endpoint,
         "source": source,
@@ -101,4 +100,3 @@ def _describe(key: UseKey, row: list[float]) -> dict[str, Any]:
         "first_at": format_time(row[1]),
         "last_at": format_time(row[2]),
     }
-    return dict(described)
