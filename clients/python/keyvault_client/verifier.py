@@ -31,9 +31,15 @@ _HEADER_VALUE = re.compile(r"[\x20-\x7e]{0,4096}")
 
 
 class ServiceAddress:
-    """The service's URL, or its Unix socket, and the service token for it. Raises RefusedError when they do not fit."""
+    """How to reach the service: its URL or Unix socket, the service token, and the TLS settings.
 
-    def __init__(self, url: str, environment: str, service_token: str | Plaintext) -> None:
+    Raises RefusedError when they do not fit together.
+    """
+
+    def __init__(
+        self, url: str, environment: str, service_token: str | Plaintext, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.tls = tls
         self.socket: str | None = None
         if url.startswith(_SOCKET):
             self.socket, url = url.removeprefix(_SOCKET), "http://localhost"
@@ -90,6 +96,8 @@ class Verifier:
     Raises RefusedError for a configuration that would disclose the token.
     """
 
+    _logic_type = VerifierLogic
+
     def __init__(
         self,
         url: str,
@@ -99,8 +107,8 @@ class Verifier:
         timeout: float = 2,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        address = ServiceAddress(url, environment, service_token)
-        self._logic = VerifierLogic(address, timeout)
+        address = ServiceAddress(url, environment, service_token, tls)
+        self._logic = self._logic_type(address, timeout)
         self._face = SyncFace(tls, address.socket)
 
     def verify(self, question: Question) -> Decision:
@@ -120,6 +128,8 @@ class Verifier:
 class AsyncVerifier:
     """Verifier for asyncio and trio: `await verifier.verify(question)`. Use it on one event loop."""
 
+    _logic_type = VerifierLogic
+
     def __init__(
         self,
         url: str,
@@ -129,8 +139,8 @@ class AsyncVerifier:
         timeout: float = 2,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        address = ServiceAddress(url, environment, service_token)
-        self._logic = VerifierLogic(address, timeout)
+        address = ServiceAddress(url, environment, service_token, tls)
+        self._logic = self._logic_type(address, timeout)
         self._face = AsyncFace(tls, address.socket)
 
     async def verify(self, question: Question) -> Decision:

@@ -110,7 +110,7 @@ def test_local_record_that_changed_while_it_was_read_is_not_kept(verifier: Local
     assert verifier.verify(question()).allowed
     assert reset.wait(60)
     del service.record
-    until(lambda: not verifier._local.memory.needs_reading)
+    until(lambda: not verifier._logic.memory.needs_reading)
     assert verifier.verify(question()).code == "key_revoked"
 
 
@@ -240,6 +240,6 @@ def test_local_async_face_decides_from_the_same_memory(served: tuple[FeedService
 def test_local_keeps_no_key_string(verifier: LocalVerifier, service: FeedService) -> None:
     """Guarantee: the memory has HMACs under a random key of the process, and no key string."""
     warm(verifier, service)
-    memory = verifier._local.memory
+    memory = verifier._logic.memory
     assert KEY[27:] not in repr([memory._key_ids, memory._held, memory._endpoints, vars(memory)])
     assert memory._process_key not in memory._key_ids
