@@ -3,6 +3,7 @@
 The logic is a generator: it yields an effect and gets its outcome. It does no I/O, so both faces share it.
 """
 
+import json
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -59,6 +60,14 @@ class Reply:
     status: int
     headers: Mapping[str, str]
     body: bytes = field(repr=False)
+
+    def members(self) -> dict[str, Any]:
+        """Return the JSON object of the body, or an empty one for any other body."""
+        try:
+            found = json.loads(self.body)
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from threading import Lock
-from typing import Any, Self
+from typing import Self
 from urllib.parse import unquote
 
 from keyvault.domain.plaintext import Plaintext
@@ -319,11 +319,7 @@ def _judge(outcome: Reply | Failure) -> Response | KeyvaultError:
 
 def _read_problem(reply: Reply) -> KeyvaultError:
     """Read a problem document (RFC 9457), and ignore what is not one."""
-    try:
-        found: Any = json.loads(reply.body)
-    except (ValueError, RecursionError):
-        found = None
-    problem: dict[str, Any] = found if isinstance(found, dict) else {}
+    problem = reply.members()
     code, request_id, check = problem.get("code"), problem.get("request_id"), problem.get("check")
     return answer_error(
         reply.status,

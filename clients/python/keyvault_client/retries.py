@@ -11,7 +11,9 @@ MAX_BACKOFF_SECONDS = 8.0
 _EARNED = 0.1
 """Retries that a call earns which succeeds with its first attempt."""
 
-_WHOLE_SECONDS = re.compile(r"[0-9]{1,9}")
+WHOLE_SECONDS = re.compile(r"[0-9]{1,9}")
+"""Matches the form of Retry-After in seconds."""
+
 _random = random.SystemRandom()
 
 
@@ -24,7 +26,7 @@ def parse_retry_after(text: str | None, now: datetime) -> float | None:
     """Parse seconds or an HTTP date (RFC 9110, 10.2.3). Returns None for other text, and 0 for past dates."""
     if text is None:
         return None
-    if _WHOLE_SECONDS.fullmatch(text):
+    if WHOLE_SECONDS.fullmatch(text):
         return float(text)
     try:
         at = parsedate_to_datetime(text)

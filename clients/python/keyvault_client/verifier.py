@@ -20,12 +20,12 @@ from keyvault_client.decisions import (
 from keyvault_client.effects import Failure, Reply, Send, Steps
 from keyvault_client.errors import RefusedError, printable_code
 from keyvault_client.keystrings import as_plaintext, kind_and_scope
+from keyvault_client.retries import WHOLE_SECONDS
 from keyvault_client.transport import AsyncFace, SyncFace
 
 logger = logging.getLogger("keyvault_client")
 
 _SOCKET = "unix://"
-_WHOLE_SECONDS = re.compile(r"[0-9]{1,9}")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]{0,4096}")
 
@@ -157,19 +157,10 @@ class AsyncVerifier:
         await self.close()
 
 
-def parse_members(body: bytes) -> dict[str, Any]:
-    """Return a JSON object, or an empty one for anything else."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _judge(outcome: Reply | Failure, environment: str) -> Decision:
     if isinstance(outcome, Failure):
         return refuse_unavailable(outcome.cause)
-    members = parse_members(outcome.body)
+    members = outcome.members()
     if outcome.status == 200:
         return read_decision(members, environment) or refuse_unavailable("the decision is not complete")
     code = members.get("code")
@@ -179,7 +170,7 @@ def _judge(outcome: Reply | Failure, environment: str) -> Decision:
     if code in {"request_invalid", "payload_too_large"}:
         return refuse_unreadable(cause)
     retry_after = outcome.headers.get("retry-after", "")
-    if outcome.status != 503 or not _WHOLE_SECONDS.fullmatch(retry_after):
+    if outcome.status != 503 or not WHOLE_SECONDS.fullmatch(retry_after):
         retry_after = "1"
     return refuse_unavailable(cause, retry_after)
 

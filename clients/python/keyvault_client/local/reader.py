@@ -15,7 +15,7 @@ from keyvault_client.effects import Failure
 from keyvault_client.local.memory import Memory, clock
 from keyvault_client.local.uses import Report, format_time
 from keyvault_client.transport import SyncFace
-from keyvault_client.verifier import ServiceAddress, parse_members
+from keyvault_client.verifier import ServiceAddress
 
 logger = logging.getLogger("keyvault_client")
 
@@ -202,7 +202,7 @@ class FeedReader:
         reply = self._face.send(self._address.send(method, path, content, timeout))
         if isinstance(reply, Failure):
             raise UnexpectedReplyError(0, reply.cause)
-        members = parse_members(reply.body)
+        members = reply.members()
         if reply.status != 200 or not members:
             raise UnexpectedReplyError(reply.status, f"the service answered {reply.status}", members)
         return members
