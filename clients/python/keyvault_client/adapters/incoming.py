@@ -1,4 +1,4 @@
-"""How an adapter describes an incoming request to the verifier."""
+"""How an adapter describes an incoming request to the verifier, and where it keeps the identity."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote
 
-from keyvault_client.decisions import MAX_USER_AGENT, Question
+from keyvault_client.decisions import MAX_USER_AGENT, Identity, Question
 
 IDENTITY = "keyvault.identity"
 """Name of the identity in a WSGI environ and an ASGI scope."""
@@ -92,6 +92,12 @@ def from_scope(scope: Mapping[str, Any]) -> Incoming:
     if query and "?" not in path:
         path = f"{path}?{query}"
     return Incoming(scope.get("method", "GET"), path, headers, (scope.get("client") or ("",))[0] or "")
+
+
+def identity_of(request: Mapping[str, Any]) -> Identity | None:
+    """Return the identity of an allowed request. `request`: its WSGI environ, or its ASGI scope."""
+    found = request.get(IDENTITY)
+    return found if isinstance(found, Identity) else None
 
 
 def client_address(incoming: Incoming, trusted_proxies: int) -> str | None:
