@@ -77,7 +77,7 @@ class FeedReader:
 
     def close(self) -> None:
         """Report the last uses, and deregister."""
-        self._memory.vouch(0.0)
+        self._memory.set_current_until(0.0)
         self._stopped.set()
         self._woken.set()
         if self._started:
@@ -122,7 +122,7 @@ class FeedReader:
         if after is None:
             self._memory.forget()
         self._memory.apply(found["changes"])
-        self._memory.vouch(began + waited + staleness)
+        self._memory.set_current_until(began + waited + staleness)
         self._registered.set()
         if self._memory.needs_reading:
             self._woken.set()

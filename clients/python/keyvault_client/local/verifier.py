@@ -69,7 +69,7 @@ class LocalVerifier(Verifier):
     @property
     def is_stale(self) -> bool:
         """Whether the service decides every request now, because the change feed is older than the bound."""
-        return not self._logic.memory.is_vouched
+        return not self._logic.memory.is_current
 
     def close(self) -> None:
         self._logic.close()
@@ -85,7 +85,7 @@ class AsyncLocalVerifier(AsyncVerifier):
     @property
     def is_stale(self) -> bool:
         """Whether the service decides every request now, because the change feed is older than the bound."""
-        return not self._logic.memory.is_vouched
+        return not self._logic.memory.is_current
 
     async def close(self) -> None:
         """Report the last uses, which may block the loop for a moment, and close the connections."""
