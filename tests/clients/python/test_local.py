@@ -1,5 +1,6 @@
 """LocalVerifier: its yes is the service's, and no yes from memory follows the receipt of a change."""
 
+import hmac
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ import anyio
 import pytest
 from keyvault_client import Decision, Question
 from keyvault_client.local import AsyncLocalVerifier, LocalVerifier
+from keyvault_client.local.memory import Memory
 
 from .feed_service import TOKEN, FeedService, feed_service, key_string
 
@@ -242,4 +244,5 @@ def test_local_keeps_no_key_string(verifier: LocalVerifier, service: FeedService
     warm(verifier, service)
     memory = verifier._logic.memory
     assert KEY[27:] not in repr([memory._key_ids, memory._held, memory._endpoints, vars(memory)])
-    assert memory._process_key not in memory._key_ids
+    assert list(memory._key_ids) == [hmac.digest(memory._process_key, KEY.encode(), "sha256")]
+    assert Memory("sandbox")._process_key != memory._process_key
