@@ -52,7 +52,8 @@ class MerchantOptions:
         deadline: of one call with all its attempts and waits.
         attempt_timeout: of one attempt.
         max_attempts: of one call.
-        retry_budget: retries that all calls of a client share. A call that succeeds at once earns a tenth of one.
+        retry_budget: retries that all calls of a client share. A call that succeeds with its first attempt
+            earns a tenth of one.
         acknowledge: acknowledge a replacement before it is used. The predecessor stays in use until the service has
             accepted the replacement.
         tls: default: the public certificate authorities.

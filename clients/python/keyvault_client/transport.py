@@ -91,7 +91,7 @@ class _ReplyStream(httpx.SyncByteStream):
 class DeadlineTransport(httpx.BaseTransport):
     """An httpx transport whose operations all end before the deadline of the request.
 
-    httpx offers no way to set the network backend of its own transport, so this one asks httpcore, which is below it.
+    httpx cannot set the network backend of its own transport, so this one uses httpcore, on which httpx is built.
     """
 
     def __init__(self, tls: ssl.SSLContext | None, socket: str | None) -> None:

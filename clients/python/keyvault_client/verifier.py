@@ -112,7 +112,7 @@ class Verifier:
         self._face = SyncFace(tls, address.socket)
 
     def verify(self, question: Question) -> Decision:
-        """Return the decision. Without a complete one before the deadline, it is a refusal with status 503."""
+        """Return the decision: a refusal with status 503 unless the service decides before the deadline."""
         return self._face.run(self._logic.verify(question))
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class AsyncVerifier:
         self._face = AsyncFace(tls, address.socket)
 
     async def verify(self, question: Question) -> Decision:
-        """Return the decision. Without a complete one before the deadline, it is a refusal with status 503."""
+        """Return the decision: a refusal with status 503 unless the service decides before the deadline."""
         return await self._face.run(self._logic.verify(question))
 
     async def close(self) -> None:

@@ -118,7 +118,7 @@ async def ask_async(url: str, timeout: float, incoming: Mapping[str, Any]) -> An
 @pytest.mark.parametrize("face", FACES)
 @cases("verdicts")
 def test_conformance_verdicts(case: Mapping[str, Any], face: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Guarantee: everything but a complete, consistent yes is a no, and the client gets the service's answer."""
+    """Guarantee: only a complete, consistent authorization allows a request; clients get the service's answer."""
     caplog.set_level(logging.DEBUG)
     with scripted_server(host="localhost") as other, scripted_server(case["reply"], other=other.url) as server:
         if case["reply"].get("fault") == "refuse":

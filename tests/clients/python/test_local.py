@@ -1,4 +1,4 @@
-"""LocalVerifier: its yes is the service's, and no yes from memory follows the receipt of a change."""
+"""LocalVerifier authorizes only what the service would, and by no data older than a confirmed change."""
 
 import hmac
 import threading
@@ -146,7 +146,7 @@ def test_local_starts_again_when_the_service_has_forgotten_it(verifier: LocalVer
 def test_local_reads_keys_again_after_a_change_above_them(
     verifier: LocalVerifier, service: FeedService, kind: str
 ) -> None:
-    """Guarantee: a change of what a key belongs to, or of an unknown kind, ends its yes at the receipt."""
+    """Guarantee: after the receipt of a change above a key, or of an unknown kind, its old record is not used."""
     warm(verifier, service)
     identity = {"credential": f"crd_{KEY[11:27]}", "account": "acme/sandbox", "merchant": "acme"}.get(kind, "x")
     service.change(kind, identity, lambda: service.revoked.add(KEY[11:27]))
@@ -156,7 +156,7 @@ def test_local_reads_keys_again_after_a_change_above_them(
 
 @pytest.mark.parametrize("kind", ["endpoint", "limit"])
 def test_local_reads_rules_again_after_a_change(verifier: LocalVerifier, service: FeedService, kind: str) -> None:
-    """Guarantee: no yes by an earlier rule follows the receipt of its change."""
+    """Guarantee: after the receipt of a change of rules, the earlier rules authorize nothing."""
     warm(verifier, service)
     blocked = threading.Event()
     service.before["/v1/snapshot"] = partial(blocked.wait, 60)
@@ -184,7 +184,7 @@ def test_local_reads_rules_again_after_a_change(verifier: LocalVerifier, service
 def test_local_asks_what_only_the_service_may_decide(
     verifier: LocalVerifier, service: FeedService, changes: dict[str, object]
 ) -> None:
-    """Guarantee: whatever is no plain yes is decided, and recorded, by the service."""
+    """Guarantee: the service decides, and records, every request that the memory cannot authorize."""
     warm(verifier, service)
     before = len(service.asked)
     verifier.verify(question(**{"key": KEY, **changes}))  # type: ignore[arg-type]  # a member of each type

@@ -128,5 +128,5 @@ def _bearer(authorization: str | None) -> str | None:
     if authorization is None:
         return None
     scheme, _, token = authorization.partition(" ")
-    # Another scheme than Bearer is no customer's token: the service refuses an empty one.
+    # The service refuses an empty token, so no scheme but Bearer is accepted.
     return token.strip(" ") if scheme.lower() == "bearer" else ""

@@ -81,7 +81,7 @@ class Miss:
 
 
 class Memory:
-    """What one process knows. All methods may be called by any thread."""
+    """The keys, rules and leases that one process knows. Threads may share it."""
 
     def __init__(self, environment: str) -> None:
         self._environment = Environment(environment)
@@ -338,7 +338,7 @@ def _grant(held: _HeldKey, rules: Rules, endpoint: Endpoint, question: Question,
 
 
 def _decide(record: KeyRecord, endpoint: Endpoint, question: Question, now: datetime) -> Identity | None:
-    """Apply the service's own rules to a proved key. Returns None unless they all allow the request."""
+    """Apply the service's own rules to a verified key. Returns None unless they all allow the request."""
     holder = judge_record(record, now)
     if not isinstance(holder, KeyHolder):
         return None

@@ -20,14 +20,19 @@ from keyvault_client.verifier import ServiceAddress
 logger = logging.getLogger("keyvault_client")
 
 _WAIT_SECONDS = 20
+"""Time that the service may wait for a change before it answers, in seconds."""
+
 _ANSWER_SECONDS = 5.0
 """Time that an answer may take beyond the wait, in seconds."""
 
 _REPORT_SECONDS = 1.0
+"""Interval between reports of uses, in seconds."""
+
 _PAUSE_SECONDS = 0.5
 """Pause after a failure, in seconds."""
 
 _MAX_FETCHED = 100
+"""Maximum key records of one request."""
 
 
 class UnexpectedReplyError(Exception):
@@ -40,7 +45,7 @@ class UnexpectedReplyError(Exception):
 
 
 class FeedReader:
-    """One reader of the change feed. It starts again after the service has forgotten it."""
+    """A registered reader of the change feed. It registers again after the service has dropped it."""
 
     def __init__(self, address: ServiceAddress, face: SyncFace, memory: Memory) -> None:
         self._address = address
@@ -72,7 +77,7 @@ class FeedReader:
         self._begin()
 
     def wake(self) -> None:
-        """Read soon what the memory wants."""
+        """Make the thread read what the memory lacks."""
         self._woken.set()
 
     def close(self) -> None:
@@ -103,10 +108,12 @@ class FeedReader:
                 self._pause(error)
 
     def _pause(self, error: Exception) -> None:
-        # Once for each cause, because a service may be away for long.
+        # Log each cause once: the service may be unavailable for a long time.
         if str(error) != self._logged:
             self._logged = str(error)
-            logger.warning("keyvault: the change feed cannot be read; without it every request is asked: %s", error)
+            logger.warning(
+                "keyvault: the change feed cannot be read; without it the service decides every request: %s", error
+            )
         self._stopped.wait(_PAUSE_SECONDS)
 
     def _read(self, after: int | None) -> int:
@@ -130,7 +137,7 @@ class FeedReader:
             self._ask("POST", "/v1/changes/confirmations", {"reader": self._name, "sequence": sequence})
         return sequence
 
-    # --- what the memory wants, and what it used --------------------------------------------------------------
+    # --- records to read, uses to report ----------------------------------------------------------------------
 
     def _maintain(self) -> None:
         report_at = 0.0
@@ -173,7 +180,7 @@ class FeedReader:
         while self._report(self._memory.next_report()):
             pass
         if is_final:
-            # A report of its own, whose number is certainly new.
+            # The service ignores a number that it has stored, so the final mark needs a new one.
             self._report(self._memory.next_report(), is_final=True)
 
     def _report(self, report: Report, *, is_final: bool = False) -> bool:

@@ -31,7 +31,7 @@ class _Row:
 
 @dataclass(slots=True)
 class Report:
-    """A numbered report. A repeated number adds nothing, so a report is sent until the service has answered it."""
+    """A numbered report. The service ignores a number that it has stored, so a report is sent until it is answered."""
 
     number: int
     flushed_through: float
@@ -68,7 +68,7 @@ class Uses:
             self._waiting.append(described[start : start + MAX_REPORTED])
 
     def next_report(self) -> Report:
-        """Return the report to send next: the one before until it is stored, because its number may be stored already.
+        """Return the report to send: the previous one until it is answered, because the service may have stored it.
 
         It has no rows when everything was stored.
         """
