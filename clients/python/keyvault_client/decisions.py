@@ -102,7 +102,7 @@ class SyncVerifier(Protocol):
     def verify(self, question: Question) -> Decision: ...
 
 
-def refuse(
+def _refuse(
     status: int,
     code: str,
     title: str,
@@ -125,7 +125,7 @@ def refuse(
 
 def refuse_unavailable(cause: str, retry_after: str = "1") -> Decision:
     """Fail closed. The client learns neither the cause nor anything about the service token."""
-    return refuse(
+    return _refuse(
         503,
         "dependency_unavailable",
         "Dependency unavailable",
@@ -137,7 +137,7 @@ def refuse_unavailable(cause: str, retry_after: str = "1") -> Decision:
 
 def refuse_unreadable(cause: str) -> Decision:
     """Refuse a request that the service cannot judge."""
-    return refuse(
+    return _refuse(
         400,
         "request_invalid",
         "Request invalid",

@@ -78,6 +78,6 @@ class Failure:
     is_deadline: bool = False
 
 
-_Result = TypeVar("_Result")
-Steps = Generator[Effect, Any, _Result]
+Result = TypeVar("Result")
+Steps = Generator[Effect, Any, Result]
 """A run of the client's logic. Any: the outcome depends on the effect, see each effect."""

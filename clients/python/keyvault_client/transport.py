@@ -18,7 +18,7 @@ import httpx
 from anyio import to_thread
 
 from keyvault.domain.plaintext import Plaintext
-from keyvault_client.effects import Effect, Failure, ReadKey, Reply, Send, Steps, Wait, _Result
+from keyvault_client.effects import Effect, Failure, ReadKey, Reply, Result, Send, Steps, Wait
 
 MAX_REPLY_BYTES = 4 << 20
 """Maximum size of a reply's body. The service's largest reply is smaller."""
@@ -133,7 +133,7 @@ class SyncFace:
         self._process = 0
         self.sleep: Callable[[float], None] = time.sleep
 
-    def run(self, steps: "Steps[_Result]") -> _Result:
+    def run(self, steps: Steps[Result]) -> Result:
         outcome: object = None
         while True:
             try:
@@ -187,7 +187,7 @@ class AsyncFace:
         self._client: httpx.AsyncClient | None = None
         self.sleep: Callable[[float], Awaitable[None]] = anyio.sleep
 
-    async def run(self, steps: "Steps[_Result]") -> _Result:
+    async def run(self, steps: Steps[Result]) -> Result:
         outcome: object = None
         while True:
             try:

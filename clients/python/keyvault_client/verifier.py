@@ -162,7 +162,7 @@ def _judge(outcome: Reply | Failure, environment: str) -> Decision:
         return refuse_unavailable(outcome.cause)
     members = outcome.members()
     if outcome.status == 200:
-        return read_decision(members, environment) or refuse_unavailable("the decision is not complete")
+        return _read_decision(members, environment) or refuse_unavailable("the decision is not complete")
     code = members.get("code")
     code = code if isinstance(code, str) else None
     cause = f"the service answered {outcome.status} {printable_code(code)}"
@@ -175,14 +175,14 @@ def _judge(outcome: Reply | Failure, environment: str) -> Decision:
     return refuse_unavailable(cause, retry_after)
 
 
-def read_decision(members: dict[str, Any], environment: str) -> Decision | None:
+def _read_decision(members: dict[str, Any], environment: str) -> Decision | None:
     """Return the service's decision, or None unless it is complete and consistent."""
     allowed, status, headers = members.get("allowed"), members.get("status"), members.get("headers")
     own = _read_headers(headers)
     if own is None or isinstance(status, bool) or not isinstance(status, int):
         return None
     if allowed is True:
-        identity = read_identity(members, environment)
+        identity = _read_identity(members, environment)
         return None if identity is None or status != 200 else Decision(identity, 200, own)
     problem, code, request_id = members.get("problem"), members.get("code"), members.get("request_id")
     if allowed is not False or not isinstance(problem, dict) or not isinstance(code, str) or not 400 <= status <= 599:
@@ -203,7 +203,7 @@ def read_decision(members: dict[str, Any], environment: str) -> Decision | None:
     )
 
 
-def read_identity(members: dict[str, Any], environment: str) -> Identity | None:
+def _read_identity(members: dict[str, Any], environment: str) -> Identity | None:
     """Return the identity of a decision, or None unless it is complete and of this environment."""
     names = ("key_id", "credential_id", "kind", "merchant_id", "environment")
     customer_id = members.get("customer_id")
