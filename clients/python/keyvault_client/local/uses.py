@@ -50,7 +50,7 @@ class Uses:
 
     @property
     def has_room(self) -> bool:
-        return len(self._rows) < MAX_ROWS
+        return len(self._rows) + sum(map(len, self._waiting)) < MAX_ROWS
 
     def count(self, key: UseKey, at: float) -> None:
         row = self._rows.get(key)
