@@ -30,9 +30,9 @@ class Command(UsernameMixin):
     help = (
         "Create an operator and print a link, valid for 72 hours and once, at which it sets a password and a second "
         "factor. The link begins with KEYVAULT_CONSOLE_ORIGIN, or else KEYVAULT_ORIGIN. Without both it begins "
-        "with the origin of `run` on this data folder. For an existing operator without a second factor, print a new link. "
-        "Without a scope option the scope is the whole installation. With a Vault, once two persons can approve, the "
-        "roles approver and key_administrator are added under four eyes afterwards (set_operator_roles)."
+        "with the origin of `run` on this data folder. For an existing operator without a second factor, print a new "
+        "link. Without a scope option the scope is the whole installation. With a Vault, once two persons can approve, "
+        "the roles approver and key_administrator are added under four eyes afterwards (set_operator_roles)."
     )
 
     def add_options(self, parser: CommandParser) -> None:
