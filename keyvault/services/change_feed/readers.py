@@ -169,12 +169,18 @@ class ReportedUse:
 def report_usage(service: Service, name: str, report: UsageReport, now: datetime) -> str:
     """Store a report; a repeated number adds nothing. Return the reader's id.
 
-    Raises CursorExpiredError for an unknown reader, and RequestInvalidError for a key outside the token's scope or a
-    time that the clocks of reader and server do not allow.
+    Raises CursorExpiredError for an unknown reader, StateConflictError for new uses under an old number, and
+    RequestInvalidError for a key outside the token's scope or a time that the clocks of reader and server do not allow.
     """
     reader_id = _id_of(service, name)
     if not FeedReader.objects.filter(pk=reader_id).exists():
         raise CursorExpiredError("The reader is unknown. Start again with an empty memory.")
+    later = UsageReporter.objects.filter(pk=reader_id, report__gt=report.number)
+    if later.filter(flushed_through_at__lt=report.flushed_through).exists():
+        # No late copy of an earlier report: adding nothing would lose its uses.
+        raise StateConflictError(
+            f"The number {report.number} is that of an earlier report. A new process needs a name of its own."
+        )
     faults = [*_time_faults(report, now), *_key_faults(service, report.uses)]
     if faults:
         raise RequestInvalidError("The usage report is invalid.", faults)
@@ -216,8 +222,11 @@ def _register(service: Service, reader_id: str, token: ServiceToken, now: dateti
         Verifier.objects.update_or_create(
             pk=reader_id, defaults=alive, create_defaults={**alive, "door": DOOR, "started_at": Now()}
         )
-        if UsageReporter.objects.filter(pk=reader_id).exists():
-            UsageReporter.objects.filter(pk=reader_id).update(stopped_at=None, lost_at=None, flushed_through_at=now)
+        reporter = UsageReporter.objects.filter(pk=reader_id)
+        if reporter.exists():
+            # Unless it deregistered, it may have uses to report, which silence waits for.
+            reporter.filter(stopped_at__isnull=False).update(flushed_through_at=now)
+            reporter.update(stopped_at=None, lost_at=None)
         else:
             register_reporter(reader_id, service.scope.environments, {}, now)
 
