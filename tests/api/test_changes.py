@@ -226,8 +226,11 @@ def test_token_caps_its_readers(send: Send) -> None:
     response = read(send, reader="c")
     assert (response.status_code, response.body["code"]) == (409, "state_conflict")
     begin(send, "a")  # one that is known may start again
+    after = begin(send, "b")
     Verifier.objects.filter(pk__endswith=".b").update(seen_at=now() - timedelta(minutes=1))
     begin(send, "c")
+    for position in (after, None):  # its place is taken
+        assert read(send, position, reader="b").body["code"] == "state_conflict"
 
 
 def test_token_of_one_merchant_sees_only_its_changes() -> None:
