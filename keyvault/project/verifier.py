@@ -33,14 +33,18 @@ def main() -> None:
     # Models can be imported after django.setup().
     from django.conf import settings
 
-    from keyvault.hotpath.adapters.assembly import load_async
-    from keyvault.hotpath.adapters.region import load_region, start_region_or_exit
     from keyvault.services.startup.metrics import serve_metrics_or_exit
-    from keyvault.services.startup.startup_checks import start_or_exit
 
+    # Imported where needed: neither kind of verifier loads the other's modules.
     if settings.REGION_SOURCE:
+        from keyvault.hotpath.adapters.region import load_region as load
+        from keyvault.hotpath.adapters.region import start_region_or_exit
+
         start_region_or_exit()
     else:
+        from keyvault.hotpath.adapters.assembly import load_async as load
+        from keyvault.services.startup.startup_checks import start_or_exit
+
         start_or_exit("verifier", plane=Plane.SERVICE)
     serve_metrics_or_exit("verifier")
 
@@ -48,7 +52,7 @@ def main() -> None:
         os.write(options.ready, f"{os.getpid()}\n".encode())
 
     listening = socket.socket(fileno=options.listener) if options.port is None else listen(options.host, options.port)
-    run(load_region if settings.REGION_SOURCE else load_async, listening, report_ready)
+    run(load, listening, report_ready)
 
 
 if __name__ == "__main__":

@@ -733,8 +733,8 @@ _REPORT = """
     attempts AS (<attempts> RETURNING 1),
     keys AS (<keys> RETURNING 1)
     UPDATE keyvault_usagereporter
-    SET report = greatest(report, $2::bigint), flushed_through_at = $3::timestamptz, stopped_at = $4::timestamptz, peppers = $5::jsonb,
-        lost_at = NULL
+    SET report = greatest(report, $2::bigint), flushed_through_at = $3::timestamptz, stopped_at = $4::timestamptz,
+        peppers = $5::jsonb, lost_at = NULL
     WHERE reporter_id = $1 AND (SELECT count(*) FROM keys) >= 0
     RETURNING 1
 """
