@@ -10,11 +10,12 @@ import argparse
 import os
 import socket
 import sys
+from collections.abc import Callable
 
 import django
 from django.core.exceptions import ImproperlyConfigured
 
-from keyvault.hotpath.http1.server import listen, run
+from keyvault.hotpath.http1.server import RequestHandler, listen, run
 from keyvault.wire.planes import Plane
 
 
@@ -35,17 +36,19 @@ def main() -> None:
 
     from keyvault.services.startup.metrics import serve_metrics_or_exit
 
-    # Imported where needed: neither kind of verifier loads the other's modules.
+    load: Callable[[], RequestHandler]
+    # Imported where needed: a verifier with a database loads no module of a region.
     if settings.REGION_SOURCE:
-        from keyvault.hotpath.adapters.region import load_region as load
-        from keyvault.hotpath.adapters.region import start_region_or_exit
+        from keyvault.hotpath.adapters.region import load_region, start_region_or_exit
 
         start_region_or_exit()
+        load = load_region
     else:
-        from keyvault.hotpath.adapters.assembly import load_async as load
+        from keyvault.hotpath.adapters.assembly import load_async
         from keyvault.services.startup.startup_checks import start_or_exit
 
         start_or_exit("verifier", plane=Plane.SERVICE)
+        load = load_async
     serve_metrics_or_exit("verifier")
 
     def report_ready() -> None:
