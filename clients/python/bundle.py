@@ -41,6 +41,14 @@ def bundled_files() -> dict[str, Path]:
     return own | {f"{place}/{path.relative_to(ROOT / COPIED).as_posix()}": path for path in sorted(copies)}
 
 
+def write_files(folder: Path) -> None:
+    """Write the files of the wheel into a folder."""
+    for name, source in bundled_files().items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(change_imports(source.read_bytes()))
+
+
 def _is_source(path: Path) -> bool:
     return path.is_file() and path.suffix in {".py", ".typed"}
 
@@ -77,10 +85,7 @@ class Bundle(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="keyvault-client-"))
-        for name, source in bundled_files().items():
-            target = self._folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(change_imports(source.read_bytes()))
+        write_files(self._folder)
         build_data["force_include"][str(self._folder / PACKAGE)] = PACKAGE
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:

@@ -18,7 +18,7 @@ from keyvault.access.roles import Role
 from keyvault.models import AuditChain, AuditCheckpoint, AuditEntry
 from keyvault.models.triggers import drop_triggers, ensure_triggers
 from keyvault.services.audit.checkpoints import CHECKPOINT_EVERY, sign_due
-from tests.clients.python.wheel import write_bundle
+from tests.clients.python.wheel import load_bundle
 from tests.factories import account, issue, make_merchant, make_operator, now, own_keystore
 from tests.services.audit.test_checkpoints import lose_marks
 from tests.starting_rows import start_with
@@ -195,7 +195,7 @@ def test_audit_check_of_a_partial_export_is_refused_unless_requested(
 def test_audit_check_needs_only_the_client_package(files: tuple[str, str, str], tmp_path: Path) -> None:
     """Guarantee: an auditor needs the client package only, as its wheel has it."""
     export, keys, _ = files
-    write_bundle(tmp_path / "taken")
+    load_bundle().write_files(tmp_path / "taken")
     command = [sys.executable, "-m", "keyvault_client.audit_check", export, "--public-key", keys]
     done = subprocess.run(command, cwd=tmp_path / "taken", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

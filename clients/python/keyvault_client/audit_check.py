@@ -24,6 +24,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -84,7 +85,6 @@ def _check(export: Path, public_key: Path, kept: Path | None) -> ExportCheck:
     with _prefix_errors(kept):
         known = {} if kept is None else gather_kept(_lines(kept), keys)
     check = ExportCheck(keys, known)
-    number = 0
     with _prefix_errors(export):
         for number, line in enumerate(_lines(export), 1):
             try:
@@ -100,18 +100,13 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-class _prefix_errors:  # noqa: N801  read as a statement
+@contextmanager
+def _prefix_errors(path: Path | None) -> Iterator[None]:
     """Prefix a ValueError with the name of the file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValueError):
-            raise ValueError(f"{self.path}: {error}") from None
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _answer(check: ExportCheck) -> dict[str, Any]:

@@ -15,7 +15,7 @@ MAX_USER_AGENT = 8192
 
 @dataclass(slots=True)
 class Question:
-    """A request for an endpoint. What is None is not sent, except `key`, which is sent as null.
+    """A request for an endpoint. Attributes that are None are omitted, except `key`, which is sent as null.
 
     Attributes:
         key: value of the header X-Api-Key.
@@ -58,7 +58,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What was proved about the caller of an allowed request. `customer_id`: None without a customer access token."""
+    """The verified caller of an allowed request. `customer_id`: None without a customer access token."""
 
     key_id: str
     credential_id: str
@@ -70,13 +70,13 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The answer to give to the client. Without arguments it is a refusal.
+    """The decision about a request. `Decision()` is a refusal.
 
     Attributes:
         identity: of an allowed request; None: the request is refused.
         status, headers, body: the response to a refused request. `headers` also belong to an allowed one.
         code, check, request_id: of a refusal.
-        cause: why there is no decision of the service; None if there is one.
+        cause: why the service made no decision; None if it made one.
     """
 
     identity: Identity | None = None
@@ -102,7 +102,7 @@ class SyncVerifier(Protocol):
     def verify(self, question: Question) -> Decision: ...
 
 
-def refuse(
+def _refuse(
     status: int,
     code: str,
     title: str,
@@ -125,7 +125,7 @@ def refuse(
 
 def refuse_unavailable(cause: str, retry_after: str = "1") -> Decision:
     """Fail closed. The client learns neither the cause nor anything about the service token."""
-    return refuse(
+    return _refuse(
         503,
         "dependency_unavailable",
         "Dependency unavailable",
@@ -137,7 +137,7 @@ def refuse_unavailable(cause: str, retry_after: str = "1") -> Decision:
 
 def refuse_unreadable(cause: str) -> Decision:
     """Refuse a request that the service cannot judge."""
-    return refuse(
+    return _refuse(
         400,
         "request_invalid",
         "Request invalid",

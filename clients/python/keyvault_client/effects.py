@@ -3,6 +3,7 @@
 The logic is a generator: it yields an effect and gets its outcome. It does no I/O, so both faces share it.
 """
 
+import json
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -60,6 +61,14 @@ class Reply:
     headers: Mapping[str, str]
     body: bytes = field(repr=False)
 
+    def members(self) -> dict[str, Any]:
+        """Return the JSON object of the body, or an empty one for any other body."""
+        try:
+            found = json.loads(self.body)
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -69,6 +78,6 @@ class Failure:
     is_deadline: bool = False
 
 
-_Result = TypeVar("_Result")
-Steps = Generator[Effect, Any, _Result]
+Result = TypeVar("Result")
+Steps = Generator[Effect, Any, Result]
 """A run of the client's logic. Any: the outcome depends on the effect, see each effect."""

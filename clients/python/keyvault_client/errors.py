@@ -5,7 +5,7 @@
     ├── KeySourceError             the key source returned no key
     ├── NoAnswerError              no complete answer: no connection, a cut connection
     │   └── DeadlineError          no complete answer before the deadline
-    ├── AnswerError                the service answered, and not with success
+    ├── AnswerError                the service answered, but not with a readable success
     │   ├── InvalidRequestError    400 and other 4xx: the request must change
     │   ├── AuthenticationError    401: the key or the customer access token
     │   ├── PermissionDeniedError  403
@@ -35,7 +35,7 @@ class KeyvaultError(Exception):
         code: error code, such as `key_revoked`.
         check: number of the item in the error checklist.
         request_id: name of the request in the service's logs. Report it to support.
-        retry_after_seconds: the least wait that the answer asks for, or None.
+        retry_after_seconds: minimum wait that the answer asks for, or None.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DeadlineError(NoAnswerError):
 
 
 class AnswerError(KeyvaultError):
-    """The service answered, and not with success."""
+    """The service answered, but not with a readable success."""
 
 
 class InvalidRequestError(AnswerError):
@@ -93,7 +93,7 @@ class PermissionDeniedError(AnswerError):
 
 
 class NotFoundError(AnswerError):
-    """Absent, or of another merchant or environment."""
+    """The object is absent, or belongs to another merchant or environment."""
 
 
 class ConflictError(AnswerError):

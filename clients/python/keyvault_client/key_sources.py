@@ -98,7 +98,7 @@ class VaultKey:
         try:
             reply = self._face.send(send)
         finally:
-            # The next reading is far away.
+            # The next read may be a minute away: keep no idle connection.
             self._face.close()
         if isinstance(reply, Failure):
             raise LookupError(f"no answer of the Vault: {reply.cause}")

@@ -7,10 +7,10 @@ import secrets
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from threading import Lock
-from typing import Any, Self
+from typing import Self
 from urllib.parse import unquote
 
 from keyvault.domain.plaintext import Plaintext
@@ -52,7 +52,8 @@ class MerchantOptions:
         deadline: of one call with all its attempts and waits.
         attempt_timeout: of one attempt.
         max_attempts: of one call.
-        retry_budget: retries that all calls of a client share. A call that succeeds at once earns a tenth of one.
+        retry_budget: retries that all calls of a client share. A call that succeeds with its first attempt
+            earns a tenth of one.
         acknowledge: acknowledge a replacement before it is used. The predecessor stays in use until the service has
             accepted the replacement.
         tls: default: the public certificate authorities.
@@ -118,30 +119,33 @@ class _MerchantLogic:
         if not self._watching.acquire(blocking=False):
             return False
         try:
-            self._read_at = time.monotonic()
-            found: Plaintext | Exception = yield ReadKey(self._source, self._seconds_left(deadline))
-            if isinstance(found, Exception):
-                logger.warning("keyvault: the key source failed, the key stays in use: %s", type(found).__name__)
-                return False
+            found = yield from self._read_source(deadline)
             if is_same(found, before):
                 return False
-            try:
-                self._require_key(found)
-            except RefusedError as error:
-                logger.warning("keyvault: the key source has no valid key, the key stays in use: %s", error)
-                return False
+            self._require_key(found)
             if not (yield from self._is_accepted(found, deadline, unknown=False)):
                 return False
             self._take_up(found)
             return True
+        except KeySourceError as error:
+            logger.warning("keyvault: the key source failed, the key stays in use: %s", type(error.__cause__).__name__)
+            return False
+        except RefusedError as error:
+            logger.warning("keyvault: the key source has no valid key, the key stays in use: %s", error)
+            return False
         finally:
             self._watching.release()
 
-    def _read_first(self, deadline: float) -> Steps[Plaintext]:
+    def _read_source(self, deadline: float) -> Steps[Plaintext]:
+        """Read the key source. Raises KeySourceError."""
         self._read_at = time.monotonic()
         found: Plaintext | Exception = yield ReadKey(self._source, self._seconds_left(deadline))
         if isinstance(found, Exception):
             raise KeySourceError(f"the key source failed: {type(found).__name__}") from found
+        return found
+
+    def _read_first(self, deadline: float) -> Steps[Plaintext]:
+        found = yield from self._read_source(deadline)
         self._require_key(found)
         self._key = found
         return found
@@ -151,10 +155,7 @@ class _MerchantLogic:
         current = self._key
         if current is not None and not is_same(current, refused):
             return current  # Another call has reloaded it.
-        self._read_at = time.monotonic()
-        found: Plaintext | Exception = yield ReadKey(self._source, self._seconds_left(deadline))
-        if isinstance(found, Exception):
-            raise KeySourceError(f"the key source failed: {type(found).__name__}") from found
+        found = yield from self._read_source(deadline)
         if is_same(found, refused):
             return None
         self._require_usable(found, call.path)
@@ -206,7 +207,7 @@ class _MerchantLogic:
             raise RefusedError(
                 "The Idempotency-Key is not 1 to 255 printable ASCII characters.", refusal="idempotency_key"
             )
-        return Call(call.method, call.path, call.body, own_key, token)
+        return replace(call, idempotency_key=own_key)
 
     def _require_key(self, key: Plaintext) -> None:
         kind, scope = kind_and_scope(key)
@@ -319,11 +320,7 @@ def _judge(outcome: Reply | Failure) -> Response | KeyvaultError:
 
 def _read_problem(reply: Reply) -> KeyvaultError:
     """Read a problem document (RFC 9457), and ignore what is not one."""
-    try:
-        found: Any = json.loads(reply.body)
-    except (ValueError, RecursionError):
-        found = None
-    problem: dict[str, Any] = found if isinstance(found, dict) else {}
+    problem = reply.members()
     code, request_id, check = problem.get("code"), problem.get("request_id"), problem.get("check")
     return answer_error(
         reply.status,

@@ -1,4 +1,4 @@
-"""When a call is repeated: backoff with full jitter, Retry-After, and a budget that all calls of a client share."""
+"""Retries of a call: backoff with full jitter, Retry-After, and a budget that all calls of a client share."""
 
 import random
 import re
@@ -9,9 +9,11 @@ from threading import Lock
 BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 8.0
 _EARNED = 0.1
-"""Retries that a call earns which succeeds with its first attempt."""
+"""Retries that a call earns when its first attempt succeeds."""
 
-_WHOLE_SECONDS = re.compile(r"[0-9]{1,9}")
+WHOLE_SECONDS = re.compile(r"[0-9]{1,9}")
+"""Matches the form of Retry-After in seconds."""
+
 _random = random.SystemRandom()
 
 
@@ -24,7 +26,7 @@ def parse_retry_after(text: str | None, now: datetime) -> float | None:
     """Parse seconds or an HTTP date (RFC 9110, 10.2.3). Returns None for other text, and 0 for past dates."""
     if text is None:
         return None
-    if _WHOLE_SECONDS.fullmatch(text):
+    if WHOLE_SECONDS.fullmatch(text):
         return float(text)
     try:
         at = parsedate_to_datetime(text)
@@ -48,7 +50,7 @@ class RetryBudget:
     def spend(self) -> bool:
         """Take one retry. Returns False if none is left."""
         with self._lock:
-            # Ten times a tenth is a little less than one.
+            # In floating point, ten times a tenth is a little less than one.
             if self._left < 1 - _EARNED / 2:
                 return False
             self._left -= 1

@@ -58,7 +58,7 @@ class Agent:
             replacement = self._fetch()
             if replacement is None:
                 return False
-            # First the note: an agent that is killed now runs the command, and acknowledges, when it starts again.
+            # Write the note first: after a crash, the agent then runs the command and acknowledges.
             write_atomically(self._pending, Plaintext(key_id(replacement)))
             write_atomically(self._file, replacement)
             logger.info("keyvault: %s has the key %s", self._file, key_id(replacement))
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] 
             if options.once:
                 return 1
         except (KeyvaultError, CommandFailedError, OSError, ValueError, KeyError, TypeError) as error:
-            logger.error("keyvault: the replacement was not taken up, and is tried again: %s", error)
+            logger.error("keyvault: the replacement was not taken up: %s", error)
             if options.once:
                 return 1
         if options.once:

@@ -13,13 +13,12 @@ from functools import cache
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import httpcore
 import httpx
 from anyio import to_thread
 
 from keyvault.domain.plaintext import Plaintext
-from keyvault_client.effects import Effect, Failure, ReadKey, Reply, Send, Steps, Wait, _Result
+from keyvault_client.effects import Effect, Failure, ReadKey, Reply, Result, Send, Steps, Wait
 
 MAX_REPLY_BYTES = 4 << 20
 """Maximum size of a reply's body. The service's largest reply is smaller."""
@@ -92,7 +91,7 @@ class _ReplyStream(httpx.SyncByteStream):
 class DeadlineTransport(httpx.BaseTransport):
     """An httpx transport whose operations all end before the deadline of the request.
 
-    httpx offers no way to set the network backend of its own transport, so this one asks httpcore, which is below it.
+    httpx cannot set the network backend of its own transport, so this one uses httpcore, on which httpx is built.
     """
 
     def __init__(self, tls: ssl.SSLContext | None, socket: str | None) -> None:
@@ -134,7 +133,7 @@ class SyncFace:
         self._process = 0
         self.sleep: Callable[[float], None] = time.sleep
 
-    def run(self, steps: "Steps[_Result]") -> _Result:
+    def run(self, steps: Steps[Result]) -> Result:
         outcome: object = None
         while True:
             try:
@@ -188,7 +187,7 @@ class AsyncFace:
         self._client: httpx.AsyncClient | None = None
         self.sleep: Callable[[float], Awaitable[None]] = anyio.sleep
 
-    async def run(self, steps: "Steps[_Result]") -> _Result:
+    async def run(self, steps: Steps[Result]) -> Result:
         outcome: object = None
         while True:
             try:

@@ -20,20 +20,26 @@ from keyvault_client.decisions import (
 from keyvault_client.effects import Failure, Reply, Send, Steps
 from keyvault_client.errors import RefusedError, printable_code
 from keyvault_client.keystrings import as_plaintext, kind_and_scope
+from keyvault_client.retries import WHOLE_SECONDS
 from keyvault_client.transport import AsyncFace, SyncFace
 
 logger = logging.getLogger("keyvault_client")
 
 _SOCKET = "unix://"
-_WHOLE_SECONDS = re.compile(r"[0-9]{1,9}")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]{0,4096}")
 
 
 class ServiceAddress:
-    """The service's URL, or its Unix socket, and the service token for it. Raises RefusedError when they do not fit."""
+    """How to reach the service: its URL or Unix socket, the service token, and the TLS settings.
 
-    def __init__(self, url: str, environment: str, service_token: str | Plaintext) -> None:
+    Raises RefusedError when they do not fit together.
+    """
+
+    def __init__(
+        self, url: str, environment: str, service_token: str | Plaintext, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.tls = tls
         self.socket: str | None = None
         if url.startswith(_SOCKET):
             self.socket, url = url.removeprefix(_SOCKET), "http://localhost"
@@ -90,6 +96,8 @@ class Verifier:
     Raises RefusedError for a configuration that would disclose the token.
     """
 
+    _logic_type = VerifierLogic
+
     def __init__(
         self,
         url: str,
@@ -99,12 +107,12 @@ class Verifier:
         timeout: float = 2,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        address = ServiceAddress(url, environment, service_token)
-        self._logic = VerifierLogic(address, timeout)
+        address = ServiceAddress(url, environment, service_token, tls)
+        self._logic = self._logic_type(address, timeout)
         self._face = SyncFace(tls, address.socket)
 
     def verify(self, question: Question) -> Decision:
-        """Return the decision. Without a complete one before the deadline, it is a refusal with status 503."""
+        """Return the decision: a refusal with status 503 unless the service decides before the deadline."""
         return self._face.run(self._logic.verify(question))
 
     def close(self) -> None:
@@ -120,6 +128,8 @@ class Verifier:
 class AsyncVerifier:
     """Verifier for asyncio and trio: `await verifier.verify(question)`. Use it on one event loop."""
 
+    _logic_type = VerifierLogic
+
     def __init__(
         self,
         url: str,
@@ -129,12 +139,12 @@ class AsyncVerifier:
         timeout: float = 2,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        address = ServiceAddress(url, environment, service_token)
-        self._logic = VerifierLogic(address, timeout)
+        address = ServiceAddress(url, environment, service_token, tls)
+        self._logic = self._logic_type(address, timeout)
         self._face = AsyncFace(tls, address.socket)
 
     async def verify(self, question: Question) -> Decision:
-        """Return the decision. Without a complete one before the deadline, it is a refusal with status 503."""
+        """Return the decision: a refusal with status 503 unless the service decides before the deadline."""
         return await self._face.run(self._logic.verify(question))
 
     async def close(self) -> None:
@@ -147,21 +157,12 @@ class AsyncVerifier:
         await self.close()
 
 
-def parse_members(body: bytes) -> dict[str, Any]:
-    """Return a JSON object, or an empty one for anything else."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _judge(outcome: Reply | Failure, environment: str) -> Decision:
     if isinstance(outcome, Failure):
         return refuse_unavailable(outcome.cause)
-    members = parse_members(outcome.body)
+    members = outcome.members()
     if outcome.status == 200:
-        return read_decision(members, environment) or refuse_unavailable("the decision is not complete")
+        return _read_decision(members, environment) or refuse_unavailable("the decision is not complete")
     code = members.get("code")
     code = code if isinstance(code, str) else None
     cause = f"the service answered {outcome.status} {printable_code(code)}"
@@ -169,19 +170,19 @@ def _judge(outcome: Reply | Failure, environment: str) -> Decision:
     if code in {"request_invalid", "payload_too_large"}:
         return refuse_unreadable(cause)
     retry_after = outcome.headers.get("retry-after", "")
-    if outcome.status != 503 or not _WHOLE_SECONDS.fullmatch(retry_after):
+    if outcome.status != 503 or not WHOLE_SECONDS.fullmatch(retry_after):
         retry_after = "1"
     return refuse_unavailable(cause, retry_after)
 
 
-def read_decision(members: dict[str, Any], environment: str) -> Decision | None:
+def _read_decision(members: dict[str, Any], environment: str) -> Decision | None:
     """Return the service's decision, or None unless it is complete and consistent."""
     allowed, status, headers = members.get("allowed"), members.get("status"), members.get("headers")
     own = _read_headers(headers)
     if own is None or isinstance(status, bool) or not isinstance(status, int):
         return None
     if allowed is True:
-        identity = read_identity(members, environment)
+        identity = _read_identity(members, environment)
         return None if identity is None or status != 200 else Decision(identity, 200, own)
     problem, code, request_id = members.get("problem"), members.get("code"), members.get("request_id")
     if allowed is not False or not isinstance(problem, dict) or not isinstance(code, str) or not 400 <= status <= 599:
@@ -202,7 +203,7 @@ def read_decision(members: dict[str, Any], environment: str) -> Decision | None:
     )
 
 
-def read_identity(members: dict[str, Any], environment: str) -> Identity | None:
+def _read_identity(members: dict[str, Any], environment: str) -> Identity | None:
     """Return the identity of a decision, or None unless it is complete and of this environment."""
     names = ("key_id", "credential_id", "kind", "merchant_id", "environment")
     customer_id = members.get("customer_id")

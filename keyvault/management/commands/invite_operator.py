@@ -29,8 +29,8 @@ from keyvault.services.sessions.invitations import enrolment_url, invite, prepar
 class Command(UsernameMixin):
     help = (
         "Create an operator and print a link, valid for 72 hours and once, at which it sets a password and a second "
-        "factor. The link begins with KEYVAULT_ORIGIN, which must be the server's. Unset, it begins with the "
-        "origin of `run` on this data folder. For an existing operator without a second factor, print a new link. "
+        "factor. The link begins with KEYVAULT_CONSOLE_ORIGIN, or else KEYVAULT_ORIGIN. Without both it begins "
+        "with the origin of `run` on this data folder. For an existing operator without a second factor, print a new link. "
         "Without a scope option the scope is the whole installation. With a Vault, once two persons can approve, the "
         "roles approver and key_administrator are added under four eyes afterwards (set_operator_roles)."
     )
@@ -54,7 +54,7 @@ class Command(UsernameMixin):
 
     def _origin(self) -> str:
         """Return the origin of the console."""
-        if "KEYVAULT_ORIGIN" not in os.environ:
+        if not any(os.environ.get(name) for name in ("KEYVAULT_CONSOLE_ORIGIN", "KEYVAULT_ORIGIN")):
             if (running := find_running_origin()) is not None:
                 return to_domain(running)
             self.stderr.write(

@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -141,9 +141,3 @@ def scripted_server(*replies: Handler | Mapping[str, Any], host: str = "127.0.0.
         yield server
     finally:
         server.close()
-
-
-def chunks_of(text: bytes, pieces: Sequence[int]) -> Iterator[bytes]:
-    """Cut a text at these positions."""
-    for start, end in zip([0, *pieces], [*pieces, len(text)], strict=True):
-        yield text[start:end]

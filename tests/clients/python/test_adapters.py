@@ -62,11 +62,11 @@ def verifier(server: ScriptedServer) -> Iterator[Verifier]:
         yield found
 
 
-def require_refusals(limited: Any, revoked: Any, *, media_type: str = "application/problem+json") -> None:
+def require_refusals(limited: Any, revoked: Any) -> None:
     """The service's answers arrive unchanged. Each argument: status, headers in any case, and body."""
     status, headers, body = limited
     assert (status, headers["Retry-After"], headers["RateLimit"]) == (429, "3", '"account";r=0;t=3')
-    assert headers["Content-Type"].split(";")[0] == media_type
+    assert headers["Content-Type"].split(";")[0] == "application/problem+json"
     assert json.loads(body) == PROBLEM
     status, headers, body = revoked
     assert (status, headers["WWW-Authenticate"]) == (401, 'ApiKey realm="keyvault"')

@@ -118,7 +118,7 @@ async def ask_async(url: str, timeout: float, incoming: Mapping[str, Any]) -> An
 @pytest.mark.parametrize("face", FACES)
 @cases("verdicts")
 def test_conformance_verdicts(case: Mapping[str, Any], face: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Guarantee: everything but a complete, consistent yes is a no, and the client gets the service's answer."""
+    """Guarantee: only a complete, consistent authorization allows a request; clients get the service's answer."""
     caplog.set_level(logging.DEBUG)
     with scripted_server(host="localhost") as other, scripted_server(case["reply"], other=other.url) as server:
         if case["reply"].get("fault") == "refuse":
@@ -127,7 +127,7 @@ def test_conformance_verdicts(case: Mapping[str, Any], face: str, caplog: pytest
         if face == "sync":
             with Verifier(server.url, "sandbox", KEYS["service_token"], timeout=timeout) as verifier:
                 answer = send_wsgi(verifier, case["incoming"])
-                require_no_key(f"{verifier!r} {vars(verifier)!r}")
+                require_no_key(f"{verifier!r} {vars(verifier)!r} {vars(verifier._logic._address)!r}")
         else:
             answer = anyio.run(ask_async, server.url, timeout, case["incoming"])
         require_asked(server, case)
@@ -234,7 +234,7 @@ async def run_calls(server: ScriptedServer, case: Mapping[str, Any], face: str) 
         server.begin(*call["replies"])
         result = await merchant.request(call)
         require_result(result, call["expect"])
-        require_no_key(f"{merchant.client!r} {vars(merchant.client)!r} {result!r} {result}")
+        require_no_key(f"{vars(merchant.client)!r} {vars(merchant.client._logic)!r} {result!r} {result}")
         require_attempts(server, case, call, seen)
         expected = call["expect"]["waits"]
         assert len(merchant.waits) == len(expected)

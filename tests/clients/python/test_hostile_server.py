@@ -1,4 +1,4 @@
-"""A server that does what none should: no hang beyond the deadline, no second payment, no key elsewhere."""
+"""Hostile servers cause no hang beyond the deadline, no second payment, and no key elsewhere."""
 
 import json
 import logging
@@ -123,8 +123,8 @@ def test_hostile_connection_cut_at_every_byte_makes_no_second_payment(face: str)
 
 
 @FACES
-def test_hostile_decision_cut_at_every_byte_is_no_yes(face: str) -> None:
-    """Guarantee: no part of a yes is a yes."""
+def test_hostile_decision_cut_at_every_byte_is_a_refusal(face: str) -> None:
+    """Guarantee: a part of an authorization authorizes nothing."""
     text = whole(ALLOWED)
     with scripted_server() as server:
         for cut_at in range(len(text)):
@@ -156,7 +156,7 @@ DRIPS: dict[str, bytes] = {
 @FACES
 @pytest.mark.parametrize("name", [*DRIPS, "body", "chunks"])
 def test_hostile_slow_answer_ends_at_the_deadline(face: str, name: str) -> None:
-    """Guarantee: an answer that never ends, however it goes on, ends at the deadline, and is no yes."""
+    """Guarantee: the client stops reading an endless answer at the deadline, and it authorizes nothing."""
     starts = {
         "headers": b"HTTP/1.1 200 OK\r\n",
         "body": b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n",
@@ -244,7 +244,7 @@ PROBLEMS: tuple[Any, ...] = (
 @FACES
 @pytest.mark.parametrize("name", ODD)
 def test_hostile_answer_is_an_error_of_the_package(face: str, name: str) -> None:
-    """Guarantee: no answer causes another exception than the drawn ones, a yes, or a wait beyond the deadline."""
+    """Guarantee: an invalid answer causes a refusal, or an exception of the package."""
     with scripted_server(send_and_cut(ODD[name]), send_and_cut(ODD[name])) as server:
         decision = verify(server.url, face, 30)
         assert (decision.allowed, decision.status) == (False, 503)

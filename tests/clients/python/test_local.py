@@ -1,14 +1,17 @@
-"""LocalVerifier: its yes is the service's, and no yes from memory follows the receipt of a change."""
+"""LocalVerifier authorizes only what the service would, and by no data older than a confirmed change."""
 
+import hmac
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import anyio
 import pytest
 from keyvault_client import Decision, Question
 from keyvault_client.local import AsyncLocalVerifier, LocalVerifier
+from keyvault_client.local.memory import Memory
 
 from .feed_service import TOKEN, FeedService, feed_service, key_string
 
@@ -65,33 +68,36 @@ def test_local_second_question_is_decided_from_memory(verifier: LocalVerifier, s
     assert not verifier.is_stale
 
 
-def test_local_says_no_yes_after_the_receipt(verifier: LocalVerifier, service: FeedService) -> None:
-    """Guarantee: 0 yes in decisions that begin after the reader has confirmed the revocation."""
+def test_local_denies_a_revoked_key_after_the_receipt(verifier: LocalVerifier, service: FeedService) -> None:
+    """Guarantee: no decision that begins after the reader has confirmed a revocation authorizes the key."""
     keys = [key_string(number) for number in range(20)]
     for key in keys:
         warm(verifier, service, key)
-    wrong: list[str] = []
     confirmed: set[str] = set()
     stop = threading.Event()
 
-    def decide() -> None:
-        while not stop.is_set():
+    def decide() -> list[str]:
+        """Decide until a whole round began after the last receipt. Return the keys that were wrongly authorized."""
+        wrong = []
+        while True:
+            is_last = stop.is_set()
             for key in keys:
                 is_over = key in confirmed
                 if verifier.verify(question(key)).allowed and is_over:
                     wrong.append(key)
+            if is_last:
+                return wrong
 
-    threads = [threading.Thread(target=decide) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for key in keys:
-        service.revoke(key)
-        assert service.receipt.wait(60)
-        confirmed.add(key)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(3) as pool:
+        deciding = [pool.submit(decide) for _ in range(3)]
+        try:
+            for key in keys:
+                service.revoke(key)
+                assert service.receipt.wait(60)
+                confirmed.add(key)
+        finally:
+            stop.set()
+        assert [each.result() for each in deciding] == [[], [], []]
 
 
 def test_local_record_that_changed_while_it_was_read_is_not_kept(verifier: LocalVerifier, service: FeedService) -> None:
@@ -110,7 +116,7 @@ def test_local_record_that_changed_while_it_was_read_is_not_kept(verifier: Local
     assert verifier.verify(question()).allowed
     assert reset.wait(60)
     del service.record
-    until(lambda: not verifier._local.memory.needs_reading)
+    until(lambda: not verifier._logic.memory.needs_reading)
     assert verifier.verify(question()).code == "key_revoked"
 
 
@@ -140,7 +146,7 @@ def test_local_starts_again_when_the_service_has_forgotten_it(verifier: LocalVer
 def test_local_reads_keys_again_after_a_change_above_them(
     verifier: LocalVerifier, service: FeedService, kind: str
 ) -> None:
-    """Guarantee: a change of what a key belongs to, or of an unknown kind, ends its yes at the receipt."""
+    """Guarantee: after the receipt of a change above a key, or of an unknown kind, its old record is not used."""
     warm(verifier, service)
     identity = {"credential": f"crd_{KEY[11:27]}", "account": "acme/sandbox", "merchant": "acme"}.get(kind, "x")
     service.change(kind, identity, lambda: service.revoked.add(KEY[11:27]))
@@ -150,7 +156,7 @@ def test_local_reads_keys_again_after_a_change_above_them(
 
 @pytest.mark.parametrize("kind", ["endpoint", "limit"])
 def test_local_reads_rules_again_after_a_change(verifier: LocalVerifier, service: FeedService, kind: str) -> None:
-    """Guarantee: no yes by an earlier rule follows the receipt of its change."""
+    """Guarantee: after the receipt of a change of rules, the earlier rules authorize nothing."""
     warm(verifier, service)
     blocked = threading.Event()
     service.before["/v1/snapshot"] = partial(blocked.wait, 60)
@@ -178,7 +184,7 @@ def test_local_reads_rules_again_after_a_change(verifier: LocalVerifier, service
 def test_local_asks_what_only_the_service_may_decide(
     verifier: LocalVerifier, service: FeedService, changes: dict[str, object]
 ) -> None:
-    """Guarantee: whatever is no plain yes is decided, and recorded, by the service."""
+    """Guarantee: the service decides, and records, every request that the memory cannot authorize."""
     warm(verifier, service)
     before = len(service.asked)
     verifier.verify(question(**{"key": KEY, **changes}))  # type: ignore[arg-type]  # a member of each type
@@ -240,6 +246,7 @@ def test_local_async_face_decides_from_the_same_memory(served: tuple[FeedService
 def test_local_keeps_no_key_string(verifier: LocalVerifier, service: FeedService) -> None:
     """Guarantee: the memory has HMACs under a random key of the process, and no key string."""
     warm(verifier, service)
-    memory = verifier._local.memory
+    memory = verifier._logic.memory
     assert KEY[27:] not in repr([memory._key_ids, memory._held, memory._endpoints, vars(memory)])
-    assert memory._process_key not in memory._key_ids
+    assert list(memory._key_ids) == [hmac.digest(memory._process_key, KEY.encode(), "sha256")]
+    assert Memory("sandbox")._process_key != memory._process_key

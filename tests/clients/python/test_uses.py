@@ -1,6 +1,6 @@
 """Reports of uses: each use in exactly one stored report, whatever is lost."""
 
-from keyvault_client.local.uses import MAX_REPORTED, Report, Uses
+from keyvault_client.local.uses import MAX_REPORTED, MAX_ROWS, Report, Uses
 
 KEY = ("0000000000000001", "orders.create", "192.0.2.1", "shop/1", "")
 
@@ -51,3 +51,17 @@ def test_uses_that_the_service_refuses_do_not_stop_the_others() -> None:
     assert [row["key_id"] for row in report.rows] == [f"{0:016d}", f"{2:016d}"]
     uses.drop(set())
     assert uses.next_report().rows == []
+
+
+def test_uses_that_wait_for_a_report_take_their_room() -> None:
+    """Guarantee: while reports fail, the memory of a process does not grow: the service decides, and counts."""
+    uses, number = Uses(), 0
+    for minute in range(3):
+        while uses.has_room:
+            uses.count((f"{number:016d}", *KEY[1:]), 1_000.0 + minute)
+            number += 1
+        uses.begin_report(1_000.0 + minute)
+    assert number == MAX_ROWS
+    while uses.note_stored(uses.next_report()):
+        pass
+    assert uses.has_room

@@ -39,15 +39,6 @@ def load_bundle() -> ModuleType:
     return module
 
 
-def write_bundle(folder: Path) -> None:
-    """Write the files of the wheel into a folder."""
-    bundle = load_bundle()
-    for name, source in bundle.bundled_files().items():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(bundle.change_imports(source.read_bytes()))
-
-
 def build(folder: Path) -> Path:
     """Build the wheel into a folder, with the pinned build backend and without a network."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]

@@ -1,1 +1,1 @@
-"""Adapters for web frameworks. Each asks about every request, and answers the refused ones."""
+"""Adapters for web frameworks. Each asks the service about every request, and answers refused requests itself."""

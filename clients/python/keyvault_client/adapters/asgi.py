@@ -6,9 +6,11 @@ app.add_middleware(KeyvaultMiddleware, verifier=AsyncVerifier("https://keyvault.
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
-from keyvault_client.adapters.incoming import IDENTITY, AdapterOptions, ask_about, from_scope
+from keyvault_client.adapters.incoming import IDENTITY, AdapterOptions, ask_about, from_scope, identity_of
 from keyvault_client.adapters.wsgi import missing_headers
-from keyvault_client.decisions import Decision, Identity, Question
+from keyvault_client.decisions import Decision, Question
+
+__all__ = ["KeyvaultMiddleware", "identity_of"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -52,12 +54,6 @@ class KeyvaultMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
-
-
-def identity_of(scope: Scope) -> Identity | None:
-    """Return the identity of an allowed request: `identity_of(request.scope)`."""
-    found = scope.get(IDENTITY)
-    return found if isinstance(found, Identity) else None
 
 
 async def _refuse(kind: str, decision: Decision, send: Send) -> None:

@@ -9,8 +9,8 @@ def orders():
 
 from flask import Flask, request
 
-from keyvault_client.adapters.incoming import AdapterOptions
-from keyvault_client.adapters.wsgi import KeyvaultMiddleware, identity_of
+from keyvault_client.adapters.incoming import AdapterOptions, identity_of
+from keyvault_client.adapters.wsgi import KeyvaultMiddleware
 from keyvault_client.decisions import Identity, SyncVerifier
 
 

@@ -1,4 +1,4 @@
-"""How an adapter describes an incoming request to the verifier."""
+"""How an adapter describes an incoming request to the verifier, and where it keeps the identity."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote
 
-from keyvault_client.decisions import MAX_USER_AGENT, Question
+from keyvault_client.decisions import MAX_USER_AGENT, Identity, Question
 
 IDENTITY = "keyvault.identity"
 """Name of the identity in a WSGI environ and an ASGI scope."""
@@ -94,6 +94,12 @@ def from_scope(scope: Mapping[str, Any]) -> Incoming:
     return Incoming(scope.get("method", "GET"), path, headers, (scope.get("client") or ("",))[0] or "")
 
 
+def identity_of(request: Mapping[str, Any]) -> Identity | None:
+    """Return the identity of an allowed request. `request`: its WSGI environ, or its ASGI scope."""
+    found = request.get(IDENTITY)
+    return found if isinstance(found, Identity) else None
+
+
 def client_address(incoming: Incoming, trusted_proxies: int) -> str | None:
     """Return the peer's address, or behind n trusted proxies the n-th last entry of X-Forwarded-For.
 
@@ -122,5 +128,5 @@ def _bearer(authorization: str | None) -> str | None:
     if authorization is None:
         return None
     scheme, _, token = authorization.partition(" ")
-    # Another scheme than Bearer is no customer's token: the service refuses an empty one.
+    # The service refuses an empty token, so no scheme but Bearer is accepted.
     return token.strip(" ") if scheme.lower() == "bearer" else ""

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
-from keyvault_client.adapters.incoming import IDENTITY, AdapterOptions, ask_about, from_environ
-from keyvault_client.decisions import Decision, Identity, SyncVerifier
+from keyvault_client.adapters.incoming import IDENTITY, AdapterOptions, ask_about, from_environ, identity_of
+from keyvault_client.decisions import Decision, SyncVerifier
+
+__all__ = ["KeyvaultMiddleware", "identity_of"]
 
 Environ = dict[str, Any]
 StartResponse = Callable[..., Any]
@@ -36,12 +38,6 @@ class KeyvaultMiddleware:
             return start_response(status, [*missing_headers(decision, (name for name, _ in headers)), *headers], *rest)
 
         return self._application(environ, start)
-
-
-def identity_of(environ: Environ) -> Identity | None:
-    """Return the identity of an allowed request."""
-    found = environ.get(IDENTITY)
-    return found if isinstance(found, Identity) else None
 
 
 def status_line(status: int) -> str:

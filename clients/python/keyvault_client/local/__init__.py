@@ -1,4 +1,4 @@
-"""A verifier that answers from memory. Requires `pip install keyvault_client[local]`."""
+"""Verifiers that answer from memory while the change feed is current. Requires `pip install keyvault_client[local]`."""
 
 from keyvault_client.local.verifier import AsyncLocalVerifier, LocalVerifier
 

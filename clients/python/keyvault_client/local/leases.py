@@ -1,4 +1,4 @@
-"""Tokens of rate limits that were spent at the service in a batch, and are used here one by one."""
+"""Rate-limit tokens: the service spends them in batches, and this process uses them one by one."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ LEASE_SECONDS = 1.0
 """Time after which unused tokens are dropped. The limits have refilled by then."""
 
 _SHARE = 10
-"""A batch has at most this part of the smallest burst, so that other processes find tokens."""
+"""A batch has at most a tenth of the smallest burst, so that other processes find tokens."""
 
 LeaseKey = tuple[str, str]
 """Merchant id and endpoint."""
@@ -34,14 +34,14 @@ class Leases:
         return True
 
     def next_batch(self, key: LeaseKey, smallest_count: int, now: float) -> int:
-        """Return how many tokens to ask for: twice the batch before if that was used up in time, else one."""
+        """Return how many tokens to ask for: twice the previous batch if that was used up in time, else one."""
         lease = self._leases.setdefault(key, _Lease())
         was_used_up = lease.tokens < 1 and now < lease.until
         lease.batch = min(max(lease.batch, 1) * 2, max(smallest_count // _SHARE, 1)) if was_used_up else 1
         return lease.batch
 
     def add(self, key: LeaseKey, tokens: int, now: float) -> None:
-        """Add the tokens of a batch. What was left of an earlier one is dropped with the time."""
+        """Add the tokens of a batch. Tokens of an earlier batch stay until they expire."""
         lease = self._leases.setdefault(key, _Lease())
         lease.tokens = tokens + (lease.tokens if now < lease.until else 0)
         lease.until = now + LEASE_SECONDS

@@ -1,11 +1,11 @@
 """Decisions from memory.
 
-**Guarantee.** A yes from memory is one that the service would give, and never an earlier yes after a receipt: the
-change feed vouches for the memory only for a time, and a change is confirmed only after the memory reflects it.
+**Guarantee.** The memory authorizes a request only if the service would, and never by data older than a confirmed
+change: it is used only while the change feed is current, and the reader confirms a change after the memory has it.
 
-A key string is known after the service has proved it. The memory then has HMAC-SHA256(random key of the process,
-string) and the key id; neither digests nor peppers leave the service. It says yes only. Every no, customer access
-tokens, private keys with an Origin, and whatever it does not know are questions to the service.
+The memory knows a key string after the service has verified it. It then has HMAC-SHA256(random key of the process,
+string) and the key id; neither digests nor peppers leave the service. It only authorizes. The service decides
+everything else: whatever it may deny, customer access tokens, private keys with an Origin, and unknown keys and paths.
 """
 
 import hmac
@@ -32,35 +32,43 @@ from keyvault_client.local.records import Rules, parse_record
 from keyvault_client.local.uses import Report, Uses
 
 MAX_KEY_STRINGS = 50_000
+"""Maximum key strings that are known. Beyond it the oldest is dropped."""
+
 MAX_PATHS = 10_000
+"""Maximum methods with paths whose endpoint is known. Beyond it all are dropped."""
+
 _MAX_GRANTS = 1_000
-"""Maximum grants that are kept for one key."""
+"""Maximum grants that are kept for one key. Beyond it all are dropped."""
 
 # The time that a suspended machine sleeps counts. Not every system has such a clock.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def clock() -> float:
+    """Return a monotonic time, in seconds."""
     return time.clock_gettime(_CLOCK)
 
 
-GrantKey = tuple[str, bool, str | None, str | None, str | None, str | None]
-
-
-@dataclass(slots=True, eq=False)
-class _HeldKey:
-    """A key that the feed keeps up to date. `grants`: decisions by what they depend on. `expires_at`: Unix time."""
-
-    record: KeyRecord
-    expires_at: float
-    grants: dict[GrantKey, "_GrantedUse"]
+_GrantKey = tuple[str, bool, str | None, str | None, str | None, str | None]
+"""Endpoint, whether there is an Origin, path, client address, merchant and store: None where they do not matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class _GrantedUse:
+    """An authorization. `lease`: where its token is taken; None: it spends none. `rules`: the rules it follows."""
+
     decision: Decision
     lease: LeaseKey | None
     rules: Rules
+
+
+@dataclass(slots=True, eq=False)
+class _HeldKey:
+    """A key that the feed keeps up to date. `grants`: by what they depend on. `expires_at`: Unix time, in seconds."""
+
+    record: KeyRecord
+    expires_at: float
+    grants: dict[_GrantKey, _GrantedUse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class Miss:
 
 
 class Memory:
-    """What one process knows. All methods may be called by any thread."""
+    """The keys, rules and leases that one process knows. Threads may share it."""
 
     def __init__(self, environment: str) -> None:
         self._environment = Environment(environment)
@@ -88,17 +96,18 @@ class Memory:
         self._rules_version = 0
         self._endpoints: dict[tuple[str, str], Endpoint] = {}
         self._leases = Leases()
-        self._vouched_until = 0.0
+        self._current_until = 0.0
         self._uses = Uses()
 
     # --- deciding ---------------------------------------------------------------------------------------------
 
     @property
-    def is_vouched(self) -> bool:
-        """Whether the change feed vouches for the memory now."""
-        return clock() < self._vouched_until
+    def is_current(self) -> bool:
+        """Whether the change feed is current, so that the memory may be used now."""
+        return clock() < self._current_until
 
     def decide(self, question: Question) -> Decision | Miss:
+        """Authorize from memory and count the use, or return what the service must decide."""
         if question.key is None or question.customer_token is not None or question.cost not in {None, 1}:
             return Miss(None)
         text = as_plaintext(question.key).reveal().encode(errors="surrogatepass")
@@ -106,7 +115,7 @@ class Memory:
         now = clock()
         held = self._held.get(self._key_ids.get(digest, ""))
         rules = self._rules
-        if held is None or rules is None or now >= self._vouched_until:
+        if held is None or rules is None or now >= self._current_until:
             return Miss(digest)
         endpoint = self._find_endpoint(question, rules)
         at = time.time()
@@ -118,18 +127,18 @@ class Memory:
         user_agent, origin = question.user_agent or "", question.origin or ""
         use = (held.record.key_id, endpoint.name, question.client_ip or "", user_agent, origin)
         with self._lock:
-            # The feed or a change may have ended what was true before the lock.
+            # The record or the rules may have changed before the lock was taken.
             if self._held.get(held.record.key_id) is not held or self._rules is not rules or not self._uses.has_room:
                 return Miss(digest)
             if granted.lease is not None and not self._leases.take(granted.lease, now):
                 smallest = rules.smallest_count(held.record, endpoint)
                 return Miss(digest, self._leases.next_batch(granted.lease, smallest, now), granted.lease)
-            # The time too is taken within the lock: an earlier report may say that it has every use until then.
+            # Take the time within the lock: a report may say that it has every use until its own time.
             self._uses.count(use, time.time())
         return granted.decision
 
     def learn(self, miss: Miss, decision: Decision) -> None:
-        """Keep what a yes of the service proves: that a string is a key's, and that tokens were spent."""
+        """Keep what an authorization by the service proves: that a string is a key's, and that tokens were spent."""
         if decision.identity is None:
             return
         key_id = decision.identity.key_id
@@ -155,12 +164,13 @@ class Memory:
         known = self._endpoints.get(line)
         if known is not None:
             return known
-        endpoint: Endpoint | None = None
-        if find_exposed(question.path) is None:
-            match = rules.catalog.match(question.method, question.path, f"/{self._environment}")
-            endpoint = match if isinstance(match, Endpoint) else None
+        if find_exposed(question.path) is not None:
+            return None
+        endpoint = rules.catalog.match(question.method, question.path, f"/{self._environment}")
+        if not isinstance(endpoint, Endpoint):
+            return None
         with self._lock:
-            if self._rules is rules and endpoint is not None:
+            if self._rules is rules:
                 if len(self._endpoints) >= MAX_PATHS:
                     self._endpoints.clear()
                 self._endpoints[line] = endpoint
@@ -189,14 +199,17 @@ class Memory:
 
     # --- following the feed -----------------------------------------------------------------------------------
 
-    def vouch(self, until: float) -> None:
+    def set_current_until(self, until: float) -> None:
         """Let the memory be used until a time of `clock()`."""
-        self._vouched_until = until
+        self._current_until = until
 
     def forget(self) -> None:
-        """Drop everything but the proofs, and vouch for nothing."""
+        """Drop everything but the known key strings, and authorize nothing until the feed is current again."""
         with self._lock:
-            self._forget()
+            self._current_until = 0.0
+            self._note_change("*")
+            self._forget_records()
+            self._forget_rules()
 
     def apply(self, changes: Iterable[Mapping[str, Any]]) -> None:
         """Apply changes of the feed, in order. Raises ValueError, KeyError or TypeError for an unreadable change."""
@@ -211,7 +224,7 @@ class Memory:
             return [self._wanted.pop() for _ in range(min(most, len(self._wanted)))]
 
     def end_fetch(self, wanted: Collection[str], records: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the records, but for keys that changed while they were read: those are read again."""
+        """Keep the records, except those of keys that changed meanwhile: their records are to be read again."""
         parsed = [parse_record(members) for members in records]
         with self._lock:
             changed = self._changed_while_fetching or set()
@@ -281,12 +294,6 @@ class Memory:
                 if not self._groups[group]:
                     del self._groups[group]
 
-    def _forget(self) -> None:
-        self._vouched_until = 0.0
-        self._note_change("*")
-        self._forget_records()
-        self._forget_rules()
-
     def _forget_records(self) -> None:
         self._wanted.update(self._held)
         self._held.clear()
@@ -331,7 +338,7 @@ def _grant(held: _HeldKey, rules: Rules, endpoint: Endpoint, question: Question,
 
 
 def _decide(record: KeyRecord, endpoint: Endpoint, question: Question, now: datetime) -> Identity | None:
-    """Apply the service's own rules to a proved key. Returns None unless they all allow the request."""
+    """Apply the service's own rules to a verified key. Returns None unless they all allow the request."""
     holder = judge_record(record, now)
     if not isinstance(holder, KeyHolder):
         return None

@@ -15,19 +15,24 @@ from keyvault_client.effects import Failure
 from keyvault_client.local.memory import Memory, clock
 from keyvault_client.local.uses import Report, format_time
 from keyvault_client.transport import SyncFace
-from keyvault_client.verifier import ServiceAddress, parse_members
+from keyvault_client.verifier import ServiceAddress
 
 logger = logging.getLogger("keyvault_client")
 
 _WAIT_SECONDS = 20
+"""Time that the service may wait for a change before it answers, in seconds."""
+
 _ANSWER_SECONDS = 5.0
 """Time that an answer may take beyond the wait, in seconds."""
 
 _REPORT_SECONDS = 1.0
+"""Interval between reports of uses, in seconds."""
+
 _PAUSE_SECONDS = 0.5
 """Pause after a failure, in seconds."""
 
 _MAX_FETCHED = 100
+"""Maximum key records of one request."""
 
 
 class UnexpectedReplyError(Exception):
@@ -40,15 +45,21 @@ class UnexpectedReplyError(Exception):
 
 
 class FeedReader:
-    """One reader of the change feed. It starts again after the service has forgotten it."""
+    """A registered reader of the change feed. It registers again after the service has dropped it."""
 
     def __init__(self, address: ServiceAddress, face: SyncFace, memory: Memory) -> None:
         self._address = address
         self._face = face
         self._memory = memory
+        self._begin()
+
+    def _begin(self) -> None:
+        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:20]
+        self._name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}"[:40]
         self._lock = Lock()
         self._started = False
-        self._begin()
+        self._logged = ""
+        self._stopped, self._woken, self._finished, self._registered = Event(), Event(), Event(), Event()
 
     def start(self) -> None:
         """Start the threads, once in a process."""
@@ -63,27 +74,19 @@ class FeedReader:
     def restart(self, memory: Memory) -> None:
         """Begin again in a forked process, which has no threads, and must not report the uses of its parent."""
         self._memory = memory
-        self._lock = Lock()
         self._begin()
 
     def wake(self) -> None:
-        """Read soon what the memory wants."""
+        """Make the thread read what the memory lacks."""
         self._woken.set()
 
     def close(self) -> None:
         """Report the last uses, and deregister."""
-        self._memory.vouch(0.0)
+        self._memory.set_current_until(0.0)
         self._stopped.set()
         self._woken.set()
         if self._started:
             self._finished.wait(_ANSWER_SECONDS)
-
-    def _begin(self) -> None:
-        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:20]
-        self._name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}"[:40]
-        self._started = False
-        self._logged = ""
-        self._stopped, self._woken, self._finished, self._registered = Event(), Event(), Event(), Event()
 
     # --- the feed ---------------------------------------------------------------------------------------------
 
@@ -105,10 +108,12 @@ class FeedReader:
                 self._pause(error)
 
     def _pause(self, error: Exception) -> None:
-        # Once for each cause, because a service may be away for long.
+        # Log each cause once: the service may be unavailable for a long time.
         if str(error) != self._logged:
             self._logged = str(error)
-            logger.warning("keyvault: the change feed cannot be read; without it every request is asked: %s", error)
+            logger.warning(
+                "keyvault: the change feed cannot be read; without it the service decides every request: %s", error
+            )
         self._stopped.wait(_PAUSE_SECONDS)
 
     def _read(self, after: int | None) -> int:
@@ -124,7 +129,7 @@ class FeedReader:
         if after is None:
             self._memory.forget()
         self._memory.apply(found["changes"])
-        self._memory.vouch(began + waited + staleness)
+        self._memory.set_current_until(began + waited + staleness)
         self._registered.set()
         if self._memory.needs_reading:
             self._woken.set()
@@ -132,7 +137,7 @@ class FeedReader:
             self._ask("POST", "/v1/changes/confirmations", {"reader": self._name, "sequence": sequence})
         return sequence
 
-    # --- what the memory wants, and what it used --------------------------------------------------------------
+    # --- records to read, uses to report ----------------------------------------------------------------------
 
     def _maintain(self) -> None:
         report_at = 0.0
@@ -149,8 +154,7 @@ class FeedReader:
                 logger.warning("keyvault: uses are not reported, or records not read: %s", error)
                 self._stopped.wait(_PAUSE_SECONDS)
         try:
-            if self._registered.is_set():
-                self._report_all(is_final=True)
+            self._report_all(is_final=True)
         except Exception as error:  # noqa: BLE001  nothing can be done about it at the end
             logger.warning("keyvault: the last uses are not reported: %s", error)
         self._finished.set()
@@ -176,7 +180,7 @@ class FeedReader:
         while self._report(self._memory.next_report()):
             pass
         if is_final:
-            # A report of its own, whose number is certainly new.
+            # The service ignores a number that it has stored, so the final mark needs a new one.
             self._report(self._memory.next_report(), is_final=True)
 
     def _report(self, report: Report, *, is_final: bool = False) -> bool:
@@ -205,7 +209,7 @@ class FeedReader:
         reply = self._face.send(self._address.send(method, path, content, timeout))
         if isinstance(reply, Failure):
             raise UnexpectedReplyError(0, reply.cause)
-        members = parse_members(reply.body)
+        members = reply.members()
         if reply.status != 200 or not members:
             raise UnexpectedReplyError(reply.status, f"the service answered {reply.status}", members)
         return members

@@ -1,4 +1,4 @@
-"""What the service says about keys and endpoints, parsed into the types that the service itself decides with."""
+"""The service's key records and rules, parsed into the types that the service itself decides with."""
 
 from collections.abc import Mapping
 from datetime import datetime

@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -22,8 +21,17 @@ UseKey = tuple[str, str, str, str, str]
 
 
 @dataclass(slots=True)
+class _Row:
+    """How often and when a key was used. Times are Unix times, in seconds."""
+
+    count: int
+    first_at: float
+    last_at: float
+
+
+@dataclass(slots=True)
 class Report:
-    """A numbered report. A repeated number adds nothing, so a report is sent until the service has answered it."""
+    """A numbered report. The service ignores a number that it has stored, so a report is sent until it is answered."""
 
     number: int
     flushed_through: float
@@ -34,7 +42,7 @@ class Uses:
     """Counts uses, and makes reports of them. The caller holds a lock around each method."""
 
     def __init__(self) -> None:
-        self._rows: dict[UseKey, list[float]] = {}
+        self._rows: dict[UseKey, _Row] = {}
         self._waiting: deque[list[dict[str, Any]]] = deque()
         self._number = 0
         self._unanswered: Report | None = None
@@ -42,25 +50,25 @@ class Uses:
 
     @property
     def has_room(self) -> bool:
-        return len(self._rows) < MAX_ROWS
+        return len(self._rows) + sum(map(len, self._waiting)) < MAX_ROWS
 
     def count(self, key: UseKey, at: float) -> None:
         row = self._rows.get(key)
         if row is None:
-            self._rows[key] = [1, at, at]
+            self._rows[key] = _Row(1, at, at)
         else:
-            row[0] += 1
-            row[2] = at
+            row.count += 1
+            row.last_at = at
 
     def begin_report(self, at: float) -> None:
         """Take what was counted. Every use until `at` is in the reports that follow."""
         rows, self._rows, self._through = self._rows, {}, at
-        described = [_describe(key, row) for key, row in rows.items() if at - row[1] < _MAX_AGE_SECONDS]
+        described = [_describe(key, row) for key, row in rows.items() if at - row.first_at < _MAX_AGE_SECONDS]
         for start in range(0, len(described), MAX_REPORTED):
             self._waiting.append(described[start : start + MAX_REPORTED])
 
     def next_report(self) -> Report:
-        """Return the report to send next: the one before until it is stored, because its number may be stored already.
+        """Return the report to send: the previous one until it is answered, because the service may have stored it.
 
         It has no rows when everything was stored.
         """
@@ -88,17 +96,16 @@ def format_time(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat()
 
 
-def _describe(key: UseKey, row: list[float]) -> dict[str, Any]:
+def _describe(key: UseKey, row: _Row) -> dict[str, Any]:
     key_id, endpoint, source, user_agent, origin = key
-    described: Mapping[str, Any] = {
+    return {
         "key_id": key_id,
         "endpoint": endpoint,
         "source": source,
         "user_agent": user_agent[:_MAX_TEXT],
         "origin": origin[:_MAX_TEXT],
         "outcome": "allowed",
-        "count": int(row[0]),
-        "first_at": format_time(row[1]),
-        "last_at": format_time(row[2]),
+        "count": row.count,
+        "first_at": format_time(row.first_at),
+        "last_at": format_time(row.last_at),
     }
-    return dict(described)
