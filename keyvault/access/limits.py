@@ -100,7 +100,7 @@ SESSION_SECONDS = 8 * 60 * 60
 """Maximum duration of a console session, in seconds, however much it is used."""
 
 REPEAT_LIMIT = Limit(10, 60)
-"""Limit of repeated self-revocations of an already revoked key."""
+"""Limit of repeated self-revocations of an already revoked key, and of the recipient keys that one key sets."""
 
 
 @dataclass(frozen=True, slots=True)

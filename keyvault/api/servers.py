@@ -192,7 +192,7 @@ SERVERS: Servers = {
         description="Sets the X25519 public key (32 bytes in base64url without padding) to which replacements of this "
         "credential are sealed. Operators are alarmed. In production the key applies 24 hours later, or when two "
         "operators approve it; `applies_at` says when. Rotations requested from then on use it. Repeatable: the same "
-        "key again changes nothing.",
+        "key again changes nothing. Up to 10 new keys a minute.",
         answers=_set_recipient_key,
         takes=RecipientKeyRequest,
         gives=RECIPIENT_KEY_BODY,

@@ -10,11 +10,12 @@ import argparse
 import os
 import socket
 import sys
+from collections.abc import Callable
 
 import django
 from django.core.exceptions import ImproperlyConfigured
 
-from keyvault.hotpath.http1.server import listen, run
+from keyvault.hotpath.http1.server import RequestHandler, listen, run
 from keyvault.wire.planes import Plane
 
 
@@ -33,22 +34,28 @@ def main() -> None:
     # Models can be imported after django.setup().
     from django.conf import settings
 
-    from keyvault.hotpath.adapters.assembly import load_async
-    from keyvault.hotpath.adapters.region import load_region, start_region_or_exit
     from keyvault.services.startup.metrics import serve_metrics_or_exit
-    from keyvault.services.startup.startup_checks import start_or_exit
 
+    load: Callable[[], RequestHandler]
+    # Imported where needed: a verifier with a database loads no module of a region.
     if settings.REGION_SOURCE:
+        from keyvault.hotpath.adapters.region import load_region, start_region_or_exit
+
         start_region_or_exit()
+        load = load_region
     else:
+        from keyvault.hotpath.adapters.assembly import load_async
+        from keyvault.services.startup.startup_checks import start_or_exit
+
         start_or_exit("verifier", plane=Plane.SERVICE)
+        load = load_async
     serve_metrics_or_exit("verifier")
 
     def report_ready() -> None:
         os.write(options.ready, f"{os.getpid()}\n".encode())
 
     listening = socket.socket(fileno=options.listener) if options.port is None else listen(options.host, options.port)
-    run(load_region if settings.REGION_SOURCE else load_async, listening, report_ready)
+    run(load, listening, report_ready)
 
 
 if __name__ == "__main__":

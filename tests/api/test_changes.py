@@ -226,8 +226,11 @@ def test_token_caps_its_readers(send: Send) -> None:
     response = read(send, reader="c")
     assert (response.status_code, response.body["code"]) == (409, "state_conflict")
     begin(send, "a")  # one that is known may start again
+    after = begin(send, "b")
     Verifier.objects.filter(pk__endswith=".b").update(seen_at=now() - timedelta(minutes=1))
     begin(send, "c")
+    for position in (after, None):  # its place is taken
+        assert read(send, position, reader="b").body["code"] == "state_conflict"
 
 
 def test_token_of_one_merchant_sees_only_its_changes() -> None:
@@ -268,6 +271,33 @@ def test_report_counts_once_however_often_it_arrives(send: Send) -> None:
     assert KeyUse.objects.get(key_id=key.key_id).count == 3
     assert report(send, 2, [use(key.key_id)]).status_code == 200
     assert KeyUse.objects.get(key_id=key.key_id).count == 6
+
+
+def test_late_copy_of_an_earlier_report_lets_no_later_one_count_again(send: Send) -> None:
+    """Guarantee: a repeated usage report adds nothing, also after a late copy of an earlier one."""
+    key, _ = issue(account())
+    begin(send)
+    early = now().isoformat()
+    for number in (1, 2, 1, 2):
+        assert report(send, number, [use(key.key_id)], flushed_through=early).status_code == 200
+    assert KeyUse.objects.get(key_id=key.key_id).count == 6
+
+
+def test_new_uses_under_an_old_number_are_refused(send: Send) -> None:
+    """Guarantee: no uses are dropped as repeated, so that silence would cover them."""
+    begin(send)
+    assert report(send, 7).status_code == 200
+    assert report(send, 1).body["code"] == "state_conflict"
+
+
+@pytest.mark.parametrize("lost_at", [None, timedelta(seconds=1)])
+def test_reader_that_starts_again_holds_back_silence_until_it_reports(send: Send, lost_at: timedelta | None) -> None:
+    """Guarantee: silence never covers uses that a reader had before it started again, and reports later."""
+    begin(send)
+    old = now() - timedelta(seconds=5)
+    UsageReporter.objects.update(flushed_through_at=old, lost_at=None if lost_at is None else now() - lost_at)
+    begin(send)
+    assert observe(now(), Environment.SANDBOX).through == old
 
 
 def test_reader_without_reports_holds_back_silence_until_it_reports_or_is_lost(send: Send) -> None:

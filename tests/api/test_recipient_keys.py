@@ -7,6 +7,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 
+from keyvault.access.limits import REPEAT_LIMIT
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
@@ -202,6 +203,19 @@ def test_one_statement_cannot_shorten_the_delay(pending: RecipientKey) -> None:
     ):
         with pytest.raises(DatabaseError), transaction.atomic():
             rows.update(**changes)
+
+
+def test_holder_of_a_key_cannot_set_recipient_keys_without_end(ask: Ask) -> None:
+    """Guarantee: the rows and alarms that one leaked key causes are limited; the same recipient key is not counted."""
+    _, old = issue(account())
+    _, public_key = new_recipient()
+    for _ in range(REPEAT_LIMIT.count + 1):
+        assert set_key(ask, old, public_key).status_code == 200
+    answers = [set_key(ask, old, new_recipient()[1]) for _ in range(4 * REPEAT_LIMIT.count)]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert refused
+    expect(refused[0], 429, "rate_limited")
+    assert RecipientKey.objects.count() == 1 + len(answers) - len(refused)
 
 
 def test_approval_of_another_digest_is_refused(pending: RecipientKey) -> None:

@@ -1097,6 +1097,24 @@ def test_triggers_recipient_key_delayed_further_is_refused(world: World) -> None
         _change_recipient(world, applies_at=world.recipient.applies_at + timedelta(days=1))
 
 
+@pytest.mark.parametrize(
+    ("created", "applies"),
+    [
+        (timedelta(0), timedelta(microseconds=1)),
+        (timedelta(0), timedelta(hours=23, minutes=59)),
+        (timedelta(days=-1, minutes=-1), timedelta(days=1)),
+    ],
+)
+def test_triggers_recipient_key_in_production_set_to_apply_within_24_hours_is_refused(
+    world: World, created: timedelta, applies: timedelta
+) -> None:
+    """Neither a shorter delay nor an earlier time of the request lets a recipient key apply at once."""
+    at = world.recipient.created_at + created
+    with refused(MESSAGES["recipientkey_delayed"]):
+        _copy_recipient(world, created_at=at, applies_at=at + applies)
+    _copy_recipient(world)
+
+
 @pytest.mark.parametrize("needed", [0, 1])
 def test_triggers_recipient_key_in_production_that_needs_fewer_persons_is_refused(world: World, needed: int) -> None:
     with refused(MESSAGES["recipientkey_delayed"]):

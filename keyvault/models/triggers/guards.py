@@ -147,8 +147,11 @@ RECIPIENTS: tuple[TriggerRule, ...] = (
         "recipientkey_delayed",
         "keyvault_recipientkey",
         "INSERT",
-        "NEW.account_environment <> 'sandbox' AND (NEW.approvals_needed < 2 OR NEW.applies_at <= NEW.created_at)",
-        "a recipient key in production applies later, or with the approval of two persons",
+        # A row that claims to be older would apply at once. The hour is for clocks that differ.
+        "NEW.account_environment <> 'sandbox' AND (NEW.approvals_needed < 2 OR NOT coalesce("
+        "epoch(NEW.created_at) >= epoch(CURRENT_TIMESTAMP) - 3600 "
+        "AND epoch(NEW.applies_at) >= epoch(NEW.created_at) + 86400, FALSE))",
+        "a recipient key in production applies 24 hours later, or with the approval of two persons",
     ),
     WriteGuard(
         "recipientkeyapproval_is_person",

@@ -7,6 +7,8 @@ from django.db.backends.utils import CursorWrapper
 
 from keyvault.models.triggers.rules import WriteGuard
 
+_EPOCH = "extract(epoch FROM {time})"
+
 
 def restore(
     connection: BaseDatabaseWrapper, guards: Iterable[WriteGuard], never_truncated: Iterable[str], prefix: str
@@ -22,7 +24,7 @@ def restore(
             name = f"{prefix}{guard.name}"
             cursor.execute(
                 f"CREATE OR REPLACE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-                f"IF {guard.condition} THEN RAISE EXCEPTION '{guard.message}' USING ERRCODE = 'check_violation'; "
+                f"IF {guard.render(_EPOCH)} THEN RAISE EXCEPTION '{guard.message}' USING ERRCODE = 'check_violation'; "
                 f"END IF; RETURN {'OLD' if guard.when == 'DELETE' else 'NEW'}; END $$"
             )
             rest = f"BEFORE {guard.when} ON {guard.table} FOR EACH ROW EXECUTE FUNCTION {name}()"

@@ -1,5 +1,6 @@
 """The kinds of rules. Each one yields the write guards that enforce it, as SQL that both databases understand."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,10 +8,15 @@ from typing import Protocol
 UniqueSets = tuple[tuple[str, ...], ...]
 """Each set of columns that is unique in a table."""
 
+_EPOCH = re.compile(r"\bepoch\(([\w.]+)\)")
+
 
 @dataclass(frozen=True, slots=True)
 class WriteGuard:
-    """Refuses an operation `when` (INSERT, UPDATE or DELETE) on a row of `table` for which `condition` holds."""
+    """Refuses an operation `when` (INSERT, UPDATE or DELETE) on a row of `table` for which `condition` holds.
+
+    In a condition, `epoch(time)` stands for a time's seconds since 1970, for which each database has its own function.
+    """
 
     name: str
     table: str
@@ -20,6 +26,10 @@ class WriteGuard:
 
     def guards(self) -> Iterator["WriteGuard"]:
         yield self
+
+    def render(self, epoch: str) -> str:
+        """Return the condition in a database's dialect. `epoch`: its expression for the seconds of `{time}`."""
+        return _EPOCH.sub(lambda match: epoch.format(time=match[1]), self.condition)
 
 
 class TriggerRule(Protocol):

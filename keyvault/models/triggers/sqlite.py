@@ -8,6 +8,8 @@ from django.db.backends.utils import CursorWrapper
 
 from keyvault.models.triggers.rules import WriteGuard
 
+_EPOCH = "CAST(strftime('%s', {time}) AS INTEGER)"
+
 
 def restore(
     connection: BaseDatabaseWrapper, guards: Iterable[WriteGuard], never_truncated: Iterable[str], prefix: str
@@ -18,7 +20,7 @@ def restore(
         for guard in guards:
             cursor.execute(
                 f"CREATE TRIGGER {prefix}{guard.name} BEFORE {guard.when} ON {guard.table} FOR EACH ROW "
-                f"WHEN {guard.condition} BEGIN SELECT RAISE(ABORT, '{guard.message}'); END"
+                f"WHEN {guard.render(_EPOCH)} BEGIN SELECT RAISE(ABORT, '{guard.message}'); END"
             )
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 from django.db import transaction
 from django.db.models import Model
@@ -101,7 +101,7 @@ def read_changes(service: Service, name: str, after: int | None, now: datetime) 
         # Its memory is empty, so no receipt has to wait for its first confirmation.
         Verifier.objects.filter(pk=reader_id, confirmed_sequence__lt=confirmed).update(confirmed_sequence=confirmed)
     else:
-        _renew(reader_id, token, after, now)
+        _renew(service, reader_id, token, after)
         # Before the poll: each of these changes is visible to it.
         confirmed_here = find_confirmed_here()
         if time.monotonic() - began_at > staleness / 4:
@@ -169,12 +169,18 @@ class ReportedUse:
 def report_usage(service: Service, name: str, report: UsageReport, now: datetime) -> str:
     """Store a report; a repeated number adds nothing. Return the reader's id.
 
-    Raises CursorExpiredError for an unknown reader, and RequestInvalidError for a key outside the token's scope or a
-    time that the clocks of reader and server do not allow.
+    Raises CursorExpiredError for an unknown reader, StateConflictError for new uses under an old number, and
+    RequestInvalidError for a key outside the token's scope or a time that the clocks of reader and server do not allow.
     """
     reader_id = _id_of(service, name)
     if not FeedReader.objects.filter(pk=reader_id).exists():
         raise CursorExpiredError("The reader is unknown. Start again with an empty memory.")
+    later = UsageReporter.objects.filter(pk=reader_id, report__gt=report.number)
+    if later.filter(flushed_through_at__lt=report.flushed_through).exists():
+        # No late copy of an earlier report: adding nothing would lose its uses.
+        raise StateConflictError(
+            f"The number {report.number} is that of an earlier report. A new process needs a name of its own."
+        )
     faults = [*_time_faults(report, now), *_key_faults(service, report.uses)]
     if faults:
         raise RequestInvalidError("The usage report is invalid.", faults)
@@ -204,11 +210,7 @@ def _id_of(service: Service, name: str) -> str:
 
 def _register(service: Service, reader_id: str, token: ServiceToken, now: datetime) -> None:
     with transaction.atomic():
-        # Two readers that register simultaneously must not both take the last place.
-        ServiceToken.objects.select_for_update(of=("self",)).get(pk=token.pk)
-        known = FeedReader.objects.filter(pk=reader_id).exists()
-        if not known:
-            _require_room(service, token)
+        _require_room(service, reader_id, token)
         FeedReader.objects.update_or_create(
             pk=reader_id, defaults={"lineage": service.lineage, "offered_sequence": 0, "created_at": now}
         )
@@ -216,31 +218,45 @@ def _register(service: Service, reader_id: str, token: ServiceToken, now: dateti
         Verifier.objects.update_or_create(
             pk=reader_id, defaults=alive, create_defaults={**alive, "door": DOOR, "started_at": Now()}
         )
-        if UsageReporter.objects.filter(pk=reader_id).exists():
-            UsageReporter.objects.filter(pk=reader_id).update(stopped_at=None, lost_at=None, flushed_through_at=now)
+        reporter = UsageReporter.objects.filter(pk=reader_id)
+        if reporter.exists():
+            # Unless it deregistered, it may have uses to report, which silence waits for.
+            reporter.filter(stopped_at__isnull=False).update(flushed_through_at=now)
+            reporter.update(stopped_at=None, lost_at=None)
         else:
             register_reporter(reader_id, service.scope.environments, {}, now)
 
 
-def _require_room(service: Service, token: ServiceToken) -> None:
-    """Raise StateConflictError when the token has as many live readers as it may have."""
-    readers = FeedReader.objects.filter(lineage=service.lineage).values_list("pk")
-    rows = Verifier.objects.filter(pk__in=readers, stopped_at__isnull=True).annotate(now=Now())
-    live = sum(row.seen_at + timedelta(milliseconds=row.staleness_ms) >= row.now for row in rows)
+def _require_room(service: Service, reader_id: str, token: ServiceToken) -> None:
+    """Raise StateConflictError when the token has as many other live readers as it may have. In a transaction."""
+    # Two readers that come simultaneously must not both take the last place.
+    ServiceToken.objects.select_for_update(of=("self",)).get(pk=token.pk)
+    others = FeedReader.objects.filter(lineage=service.lineage).exclude(pk=reader_id).values_list("pk")
+    rows = Verifier.objects.filter(pk__in=others, stopped_at__isnull=True).annotate(now=Now())
+    live = sum(_is_live(row) for row in rows)
     if live >= token.max_readers:
         raise StateConflictError(
             f"The token has {live} readers already, and may have {token.max_readers}. Stop one, or use another token."
         )
 
 
-def _renew(reader_id: str, token: ServiceToken, after: int, now: datetime) -> None:
-    """Write that the reader is alive, before the feed is polled. Raises CursorExpiredError."""
+def _renew(service: Service, reader_id: str, token: ServiceToken, after: int) -> None:
+    """Write that the reader is alive, before the feed is polled. Raises CursorExpiredError, StateConflictError."""
     reader = FeedReader.objects.filter(pk=reader_id).first()
     row = Verifier.objects.filter(pk=reader_id, stopped_at__isnull=True).annotate(now=Now()).first()
     if reader is None or row is None or not row.confirmed_sequence <= after <= reader.offered_sequence:
         raise CursorExpiredError("The reader is unknown, or fell behind. Start again with an empty memory.")
     if row.now - row.seen_at >= timedelta(seconds=token.max_staleness_seconds / 4):
-        Verifier.objects.filter(pk=reader_id).update(seen_at=Now(), staleness_ms=_staleness_ms(token))
+        with transaction.atomic():
+            if not _is_live(row):
+                # Others may have taken its place meanwhile.
+                _require_room(service, reader_id, token)
+            Verifier.objects.filter(pk=reader_id).update(seen_at=Now(), staleness_ms=_staleness_ms(token))
+
+
+def _is_live(row: Any) -> bool:
+    """Whether receipts wait for the verifier. `row` has the database's time as `now`."""
+    return bool(row.seen_at + timedelta(milliseconds=row.staleness_ms) >= row.now)
 
 
 def _staleness_ms(token: ServiceToken) -> int:

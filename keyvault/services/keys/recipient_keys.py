@@ -23,6 +23,7 @@ from keyvault.domain.recipients import find_recipient_fault
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Credential, IssuanceRequest, Key, RecipientKey, RecipientKeyApproval
 from keyvault.services.approvals.four_eyes import approving_operator, record_approval
+from keyvault.services.limits.limiter import spend_repeat
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 
@@ -37,7 +38,7 @@ def set_recipient_key(grant: Grant, key: Key, public_key: str) -> RecipientKey:
     """Set the key that later replacements of the API key's credential are sealed to, and alarm the operators.
 
     Repeatable: the newest recipient key is returned unchanged if it is the same. Another one that did not apply yet is
-    withdrawn. Raises RequestInvalidError for an invalid public key.
+    withdrawn. Raises RequestInvalidError for an invalid public key, and RateLimitedError.
     """
     if (fault := find_recipient_fault(public_key)) is not None:
         raise RequestInvalidError("The recipient key is invalid.", [Fault("/recipient_public_key", fault)])
@@ -46,6 +47,8 @@ def set_recipient_key(grant: Grant, key: Key, public_key: str) -> RecipientKey:
     newest = rows.first()
     if newest is not None and newest.public_key == public_key:
         return newest
+    # Each one is kept for ever, and operators are alarmed.
+    spend_repeat(key.key_id, "recipient_keys")
     recipient = RecipientKey(
         recipient_key_id=mint_id("rcp", secrets.token_bytes),
         credential=credential,

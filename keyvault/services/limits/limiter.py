@@ -224,9 +224,12 @@ def account_buckets(
     return (account, Bucket("endpoint", key, endpoint_limit))
 
 
-def spend_repeat(key_id: str) -> None:
-    """Count one repeated revocation by the proved holder of the key. Raises RateLimitedError."""
-    bucket = Bucket("repeat", f"kv:limit:{{repeat:{key_id}}}:{REPEAT_LIMIT}", REPEAT_LIMIT)
+def spend_repeat(key_id: str, name: str = "repeat") -> None:
+    """Count one act by the proved holder of the key that leaves rows for ever. Raises RateLimitedError.
+
+    `name`: of the bucket. Each kind of act has its own; "repeat" is that of repeated revocations.
+    """
+    bucket = Bucket(name, f"kv:limit:{{{name}:{key_id}}}:{REPEAT_LIMIT}", REPEAT_LIMIT)
     spend = limiter().spend([bucket], 1)
     if not spend.allowed:
         raise RateLimitedError(spend)

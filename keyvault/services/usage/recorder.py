@@ -27,6 +27,7 @@ import msgspec
 from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Max, Min, Q, QuerySet
+from django.db.models.functions import Greatest
 
 from keyvault.access.catalog import WITHOUT_TRAFFIC
 from keyvault.domain.environments import Environment
@@ -439,7 +440,7 @@ def _write(report: Report, peppers: Mapping[str, int]) -> bool:
         if not reporter.filter(report__gte=report.number).exists():
             _add_to_rows(list(rows))
         known = reporter.update(
-            report=report.number,
+            report=Greatest("report", report.number),
             flushed_through_at=report.through,
             peppers=peppers,
             stopped_at=stopped_at,
@@ -732,8 +733,8 @@ _REPORT = """
     attempts AS (<attempts> RETURNING 1),
     keys AS (<keys> RETURNING 1)
     UPDATE keyvault_usagereporter
-    SET report = $2::bigint, flushed_through_at = $3::timestamptz, stopped_at = $4::timestamptz, peppers = $5::jsonb,
-        lost_at = NULL
+    SET report = greatest(report, $2::bigint), flushed_through_at = $3::timestamptz, stopped_at = $4::timestamptz,
+        peppers = $5::jsonb, lost_at = NULL
     WHERE reporter_id = $1 AND (SELECT count(*) FROM keys) >= 0
     RETURNING 1
 """
