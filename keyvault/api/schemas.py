@@ -112,7 +112,7 @@ REVOKED_BODY = define(
 
 # --- the catalog ------------------------------------------------------------------------------------------
 
-_LIMIT_BODY = define("EndpointLimitBody", obj(count=INTEGER, seconds=INTEGER))
+_ENDPOINT_LIMIT_BODY = define("EndpointLimitBody", obj(count=INTEGER, seconds=INTEGER))
 
 _ENDPOINT_BODY = define(
     "EndpointBody",
@@ -127,7 +127,7 @@ _ENDPOINT_BODY = define(
         merchant_from=nullable(TEXT),
         store_from=nullable(TEXT),
         idempotency_key=FLAG,
-        limit=nullable(_LIMIT_BODY),
+        limit=nullable(_ENDPOINT_LIMIT_BODY),
         on_limiter_loss=one_of(LimiterFailurePolicy),
         built_in=FLAG,
         summary=TEXT,
@@ -269,7 +269,7 @@ _KEY_RECORD_BODY = define(
         account_active=FLAG,
         origin_header=one_of(["refuse", "report"]),
         networks=list_of(TEXT),
-        limit=nullable(_LIMIT_BODY),
+        limit=nullable(_ENDPOINT_LIMIT_BODY),
         optional={"digest": TEXT, "pepper_version": INTEGER, "account_id": INTEGER, "account_version": INTEGER},
     ),
 )
@@ -370,7 +370,7 @@ RULES_BODY = define(
     obj(
         endpoints=list_of(_ENDPOINT_BODY),
         limits=obj(
-            default={"type": "object", "additionalProperties": _LIMIT_BODY},
+            default={"type": "object", "additionalProperties": _ENDPOINT_LIMIT_BODY},
             overrides=list_of(
                 define(
                     "LimitOverrideBody",
@@ -379,7 +379,7 @@ RULES_BODY = define(
                         merchant_id=nullable(TEXT),
                         environment=one_of(Environment),
                         endpoint=TEXT,
-                        limit=_LIMIT_BODY,
+                        limit=_ENDPOINT_LIMIT_BODY,
                         setting=TEXT,
                         account_id=nullable(INTEGER),
                     ),

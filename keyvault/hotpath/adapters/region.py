@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -67,6 +67,9 @@ READERS: Final = 8
 _PEPPER_SECONDS: Final = 5.0
 _PIECES: Final = 1_000
 """Numbers of one report's pieces: a report of more rows is sent in several."""
+
+_PIECE_BYTES: Final = 60_000
+"""Maximum size of the uses of one piece as JSON, in bytes. The service reads bodies of 64 KiB."""
 
 
 class CentralStore(AsyncStore):
@@ -171,14 +174,13 @@ class CentralSink:
 
     def store(self, report: Report) -> bool:
         """Send a report in pieces. Only the last one moves the watermark. Raises CentralUnavailableError."""
-        rows = [row for rows in report.counted for row in rows]
-        starts = range(0, max(1, len(rows)), MAX_USES)
-        for piece, start in enumerate(starts):
-            is_last = piece == len(starts) - 1
+        pieces = _split(_use(row) for rows in report.counted for row in rows)
+        for number, uses in enumerate(pieces):
+            is_last = number == len(pieces) - 1
             self._send(
-                number=report.number * _PIECES + piece,
+                number=report.number * _PIECES + number,
                 through=report.through if is_last else self._through,
-                rows=rows[start : start + MAX_USES],
+                uses=uses,
                 is_final=report.is_final and is_last,
             )
         self._through = report.through
@@ -190,7 +192,7 @@ class CentralSink:
     def report_dead(self, now: datetime) -> None:
         """Report nothing: without a file, the silence of keys starts again when a process is killed."""
 
-    def _send(self, *, number: int, through: datetime, rows: Sequence[Uses], is_final: bool) -> None:
+    def _send(self, *, number: int, through: datetime, uses: Sequence[dict[str, object]], is_final: bool) -> None:
         try:
             self._central.post(
                 "/v1/usage-reports",
@@ -199,7 +201,7 @@ class CentralSink:
                     "number": number,
                     "flushed_through": format_timestamp(through),
                     "is_final": is_final,
-                    "uses": [_use(row) for row in rows],
+                    "uses": uses,
                     "peppers": load_peppers.newest_versions(),
                 },
             )
@@ -362,6 +364,20 @@ def _customer(body: Mapping[str, Any]) -> CustomerRecord:
         expires_at=datetime.fromisoformat(body["expires_at"]),
         revoked_at=_time(body["revoked_at"]),
     )
+
+
+def _split(uses: Iterable[dict[str, object]]) -> list[list[dict[str, object]]]:
+    """Return the uses in pieces that each fit in one request: at least one piece, which may be empty."""
+    pieces: list[list[dict[str, object]]] = [[]]
+    size = 0
+    for use in uses:
+        length = len(json.dumps(use)) + len(", ")
+        if pieces[-1] and (size + length > _PIECE_BYTES or len(pieces[-1]) == MAX_USES):
+            pieces.append([])
+            size = 0
+        pieces[-1].append(use)
+        size += length
+    return pieces
 
 
 def _use(row: Uses) -> dict[str, object]:

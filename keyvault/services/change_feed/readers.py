@@ -58,8 +58,8 @@ MAX_NAME_LENGTH: Final = 40
 MAX_CHANGES: Final = 2_000
 """Maximum changes in one response. A reader that is further behind starts again."""
 
-MAX_USES: Final = 2_000
-"""Maximum rows of one usage report."""
+MAX_USES: Final = 100
+"""Maximum rows of one usage report. Long rows fill a body of 64 KiB sooner."""
 
 _FORGOTTEN_AFTER: Final = timedelta(hours=1)
 """A reader that is silent for longer starts again."""

@@ -1,5 +1,7 @@
 """Reports of uses: each use in exactly one stored report, whatever is lost."""
 
+import json
+
 from keyvault_client.local.uses import MAX_REPORTED, MAX_ROWS, Report, Uses
 
 KEY = ("0000000000000001", "orders.create", "192.0.2.1", "shop/1", "")
@@ -37,6 +39,19 @@ def test_uses_only_the_last_report_says_that_everything_is_flushed() -> None:
     assert uses.note_stored(first)
     last = uses.next_report()
     assert (len(last.rows), last.flushed_through) == (1, 1_002.0)
+
+
+def test_uses_with_long_texts_fit_into_the_largest_body() -> None:
+    """Guarantee: a client that sends long user agents cannot make a report too large for the service to read."""
+    uses = Uses()
+    for number in range(MAX_REPORTED):
+        uses.count((f"{number:016d}", "e" * 100, "192.0.2.1", "\N{EURO SIGN}" * 500, '"' * 500), 1_000.0)
+    uses.begin_report(1_001.0)
+    reports = [uses.next_report()]
+    while uses.note_stored(reports[-1]):
+        reports.append(uses.next_report())
+    assert sum(map(counted, reports)) == MAX_REPORTED
+    assert all(len(json.dumps({"uses": report.rows})) < 64_000 for report in reports)
 
 
 def test_uses_that_the_service_refuses_do_not_stop_the_others() -> None:

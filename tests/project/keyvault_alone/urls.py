@@ -9,11 +9,9 @@ from keyvault.api.integration import EndpointServer, IntegrationView, require_ma
 from keyvault.api.servers import SERVERS
 from keyvault.domain.environments import Environment
 
-# The catalog has an endpoint that rotation serves.
-_SERVERS = {
-    **SERVERS,
-    "credentials.acknowledge": EndpointServer("Not served.", answers=lambda call: Response(status=501), status=501),
-}
+_UNSERVED = EndpointServer("Not served.", answers=lambda call: Response(status=501), status=501)
+# The catalog has endpoints that rotation serves.
+_SERVERS = {**SERVERS, "credentials.acknowledge": _UNSERVED, "credentials.replacement": _UNSERVED}
 require_matching_servers(_SERVERS)
 
 urlpatterns = [

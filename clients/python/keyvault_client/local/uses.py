@@ -1,5 +1,6 @@
 """Uses of keys that were decided from memory, until the service has stored them."""
 
+import json
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -9,8 +10,11 @@ from typing import Any
 MAX_ROWS = 20_000
 """Maximum rows that wait for a report. Beyond it, requests are decided by the service, which counts them itself."""
 
-MAX_REPORTED = 2_000
+MAX_REPORTED = 100
 """Maximum rows of one report."""
+
+_MAX_BYTES = 60_000
+"""Maximum size of the rows of one report as JSON, in bytes. The service reads bodies of 64 KiB."""
 
 _MAX_TEXT = 120
 _MAX_AGE_SECONDS = 23 * 3600
@@ -64,8 +68,14 @@ class Uses:
         """Take what was counted. Every use until `at` is in the reports that follow."""
         rows, self._rows, self._through = self._rows, {}, at
         described = [_describe(key, row) for key, row in rows.items() if at - row.first_at < _MAX_AGE_SECONDS]
-        for start in range(0, len(described), MAX_REPORTED):
-            self._waiting.append(described[start : start + MAX_REPORTED])
+        size = 0
+        for number, row in enumerate(described):
+            length = len(json.dumps(row)) + len(", ")
+            if number == 0 or size + length > _MAX_BYTES or len(self._waiting[-1]) == MAX_REPORTED:
+                self._waiting.append([])
+                size = 0
+            self._waiting[-1].append(row)
+            size += length
 
     def next_report(self) -> Report:
         """Return the report to send: the previous one until it is answered, because the service may have stored it.
