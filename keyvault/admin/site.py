@@ -72,7 +72,7 @@ from keyvault.admin.merchants.webhooks import WebhookEndpointAdmin
 from keyvault.admin.operators.operator_changes import OperatorChangeAdmin
 from keyvault.admin.operators.operators import OperatorAdmin
 from keyvault.admin.operators.sessions import ConsoleSessionAdmin
-from keyvault.admin.oversight import audit_export, refusals
+from keyvault.admin.oversight import approvals, audit_export, refusals
 from keyvault.admin.oversight.audit import AuditEntryAdmin
 from keyvault.admin.oversight.break_glass import BreakGlassAdmin
 from keyvault.admin.oversight.inbox import NoticeAdmin
@@ -153,6 +153,7 @@ class ConsoleSite(AdminSite):
         super().__init__(name)
         self._pages: list[ConsolePage] = [
             *(MERCHANT_CHOICES, CREDENTIAL_CHOICES),
+            *approvals.PAGES,
             *refusals.PAGES,
             *audit_export.PAGES,
         ]
@@ -339,7 +340,11 @@ class ConsoleSite(AdminSite):
     def _attention(self, request: HttpRequest, *, is_complete: bool) -> FoundAttention:
         """Return what needs attention; without `is_complete` only what the operator can do."""
         viewable = (each for each in self._model_admins() if each.has_view_permission(request))
-        items = [item for model_admin in viewable for item in model_admin.attention_items(request)]
+        items = [
+            item
+            for model_admin in viewable
+            for item in (*model_admin.approval_items(request), *model_admin.attention_items(request))
+        ]
         chosen = [item for item in items if is_complete or item.tone in URGENT_TONES]
         return list(zip(chosen, find_ids([item.limited_rows(request) for item in chosen], MAX_ROWS + 1), strict=True))
 

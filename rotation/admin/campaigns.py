@@ -47,6 +47,7 @@ from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.scoping import names_in_scope
 from keyvault.admin.framework.widgets import (
     NOTHING,
+    Change,
     Detail,
     FactTable,
     Line,
@@ -58,7 +59,14 @@ from keyvault.admin.framework.widgets import (
     mono,
 )
 from keyvault.domain.environments import Environment
-from rotation.admin.plan_fields import SHARED_GROUP, PlanForm, form_field, overrides_in, show_override
+from rotation.admin.plan_fields import (
+    SHARED_GROUP,
+    PlanForm,
+    chosen_changes,
+    form_field,
+    overrides_in,
+    show_override,
+)
 from rotation.domain.pacing import MAX_CONCURRENCY, MAX_PER_MINUTE, START_WITHIN, Pace
 from rotation.domain.plan_fields import FIELDS, SHARED_FIELDS, PlanOverrides
 from rotation.models import Campaign, CampaignMember, CampaignState
@@ -265,7 +273,6 @@ class CampaignAdmin(ConsoleModelAdmin):
     def summary(self, row: Campaign) -> FactTable:
         """Return every field that the digest covers."""
         pace, merchants, days = Pace.from_json(row.pace), row.selection["merchants"], row.selection["older_than_days"]
-        share = pace.halt_at_failed_percent
         return FactTable(
             "Request",
             [
@@ -276,9 +283,7 @@ class CampaignAdmin(ConsoleModelAdmin):
                 ("Excluded", _left_out(row)),
                 ("Reason", row.reason),
                 *_plan(row),
-                ("Pace", f"at most {pace.per_minute} per minute, {pace.concurrency} unproved at a time"),
-                ("Halt when a rotation stalls", "yes" if pace.halt_on_stall else "no"),
-                ("Halt above this failure percentage", "never" if share is None else f"{share} percent"),
+                ("Pace", _format_pace(pace)),
                 ("Digest of the request and the credentials (SHA-256)", mono(row.plan_digest)),
                 ("Requested by", requester_name(row)),
             ],
@@ -299,15 +304,25 @@ class CampaignAdmin(ConsoleModelAdmin):
             refresh_seconds=_REFRESH_SECONDS if row.state == C.RUNNING else None,
         )
 
-    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
-        rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
-        asked = rows.filter(state=C.AWAITING_APPROVAL, approval_expires_at__gt=datetime.now(UTC))
-        where = f"?state__exact={C.AWAITING_APPROVAL}"
+    def changes(self, row: Campaign) -> Iterable[Change]:
+        merchants, pace = row.selection["merchants"], Pace.from_json(row.pace)
+        whose = "every merchant" if merchants is None else f"{counted(len(merchants), 'merchant')}"
+        selected = f"{counted(_count_members(row), 'private key')} of {whose} in {row.environment}"
+        yield Change("Keys", selected, "each replaced, and revoked once its replacement is proved in use")
+        yield Change("Pace", _format_pace(_DEFAULT_PACE), _format_pace(pace), is_unusual=pace != _DEFAULT_PACE)
+        yield from chosen_changes(PlanOverrides.from_json(row.overrides), Environment(row.environment))
+
+    def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.ROTATIONS_APPROVE):
-            others = asked.exclude(approvals__person=me)
-            yield self.attention(
-                "Campaigns to approve", others, where, "action", decide=P.ROTATIONS_APPROVE, one="Approve a campaign"
+            asked = self.get_queryset(request).filter(
+                state=C.AWAITING_APPROVAL, approval_expires_at__gt=datetime.now(UTC)
             )
+            others = asked.exclude(approvals__person=operator_of(request).person).order_by("created_at")
+            where = f"?state__exact={C.AWAITING_APPROVAL}"
+            yield self.approval("Campaigns to approve", others, where, one="Approve a campaign")
+
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
+        rows = self.get_queryset(request).order_by("created_at")
         yield self.attention("Halted campaigns", rows.filter(state=C.HALTED), f"?state__exact={C.HALTED}", "alarm")
         yield self.attention("Campaigns in progress", rows.filter(state=C.RUNNING), f"?state__exact={C.RUNNING}")
 
@@ -319,6 +334,18 @@ class CampaignAdmin(ConsoleModelAdmin):
 def _count_members(row: Campaign) -> int:
     """Return the stored number, so that a list counts no rows."""
     return int(row.selection["count"])
+
+
+def _format_pace(pace: Pace) -> str:
+    share = pace.halt_at_failed_percent
+    halts = [
+        *(["at the first stall"] if pace.halt_on_stall else []),
+        *([] if share is None else [f"above {share} % failed"]),
+    ]
+    return (
+        f"at most {pace.per_minute} per minute, {pace.concurrency} unproved at a time; "
+        f"halts {' or '.join(halts) or 'never'}"
+    )
 
 
 def _left_out(row: Campaign) -> str:

@@ -23,8 +23,7 @@ from keyvault.admin.framework.enforcement import grant_for, may, operator_of
 from keyvault.admin.framework.menu import ConsolePage
 from keyvault.admin.framework.pages import live_page, page, status_of
 from keyvault.admin.framework.scoping import in_scope
-from keyvault.admin.framework.sign_in import set_locked
-from keyvault.admin.framework.step_up import factor_context, is_step_up_due, pass_step_up
+from keyvault.admin.framework.step_up import answer_locked, refuse_step_up, step_up_context
 from keyvault.admin.framework.widgets import NOTHING, Detail, Link, Table, badge, counted, link, moment, mono
 from keyvault.admin.keys.keys import key_link, use_of
 from keyvault.admin.keys.receipts import receipt_url, verifiers_table
@@ -33,9 +32,8 @@ from keyvault.domain.ids import is_key_id
 from keyvault.domain.keys import KeyState, can_transition
 from keyvault.domain.keystring import StringKind
 from keyvault.domain.leaked_text import LeakedId, find_leaked_ids
-from keyvault.models import Key, Operator
+from keyvault.models import Key
 from keyvault.services.change_feed.receipts import Receipt, VerifierProgress, find_receipt
-from keyvault.services.sessions.guessing import SignInLockedError
 from rotation.admin.emergency import CompromiseForm
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
@@ -165,7 +163,6 @@ def _preview_page(
         lines: the pasted id of each key; None: the page is shown again, after an error.
     """
     count = len(to_revoke)
-    is_due = bool(to_revoke) and is_step_up_due(request) and isinstance(request.user, Operator)
     context = {
         "title": f"{counted(count, 'key')} to revoke" if count else "No key to revoke",
         "crumbs": [Link("Leak desk", reverse("admin:incidents"))],
@@ -174,12 +171,10 @@ def _preview_page(
         "form": form if to_revoke else None,
         "button": f"Revoke {counted(count, 'key')} now",
         "error": None if error is None else error.detail,
-        "step_up": factor_context(request, request.user) if is_due and isinstance(request.user, Operator) else None,
+        "step_up": step_up_context(request) if to_revoke else None,
     }
     response = page(site, request, "leak_preview", context, status=status if error is None else status_of(error))
-    if isinstance(error, SignInLockedError):
-        set_locked(response, error.retry_after_seconds)
-    return response
+    return answer_locked(response, error)
 
 
 def _find_keys(request: HttpRequest, ids: Sequence[str]) -> dict[str, Key]:
@@ -271,11 +266,8 @@ def _report(site: AdminSite, request: HttpRequest) -> HttpResponse:
     keys = _find_keys(request, ids)
     to_revoke = [keys[key_id] for key_id in ids if key_id in keys]
     form = ReportForm(len(ids), request.POST)
-    if is_step_up_due(request):
-        try:
-            pass_step_up(request)
-        except KeyvaultError as error:
-            return _preview_page(site, request, to_revoke, form, error=error)
+    if refused := refuse_step_up(request):
+        return _preview_page(site, request, to_revoke, form, error=refused)
     if not form.is_valid():
         return _preview_page(site, request, to_revoke, form, status=400)
     responses = respond_to_leak(

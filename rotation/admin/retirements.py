@@ -20,6 +20,7 @@ from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, is_requester, r
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
+    Change,
     Detail,
     FactTable,
     Line,
@@ -27,7 +28,7 @@ from keyvault.admin.framework.widgets import (
     moment,
     mono,
 )
-from keyvault.admin.keys.keys import key_link
+from keyvault.admin.keys.keys import format_usage, key_link
 from keyvault.admin.keys.usage import use_tables
 from keyvault.models import Account
 from keyvault.models.usage import SIGNS_OF_LIFE
@@ -88,6 +89,7 @@ class RetirementAdmin(ConsoleModelAdmin):
         return rows.select_related(
             "rotation__credential__account__merchant",
             "rotation__predecessor__credential__account",
+            "rotation__predecessor__use",
             "requester",
             "approver",
         )
@@ -144,16 +146,18 @@ class RetirementAdmin(ConsoleModelAdmin):
             sections=[self.summary(row), approval, *use_tables(row.rotation.predecessor)],
         )
 
-    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
+    def changes(self, row: Retirement) -> Iterable[Change]:
+        refused = f"refused from {row.retire_at:%Y-%m-%d %H:%M} UTC, then revoked"
+        yield Change("Old public key", format_usage(row.rotation.predecessor), refused)
+
+    def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if not may(request, P.ROTATIONS_APPROVE):
             return
         asked = self.get_queryset(request).filter(approved_at__isnull=True, retire_at__gt=datetime.now(UTC))
-        yield self.attention(
+        yield self.approval(
             "Retirement dates to approve",
             asked.order_by("retire_at"),
             "",
-            "action",
-            decide=P.ROTATIONS_APPROVE,
             select=lambda rows: list(filter(_is_awaiting_approval, rows)),
         )
 

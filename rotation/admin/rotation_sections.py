@@ -9,9 +9,10 @@ from django.urls import reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
-from keyvault.admin.framework.four_eyes import requester_name
+from keyvault.admin.framework.four_eyes import UNUSUAL, requester_name
 from keyvault.admin.framework.widgets import (
     NOTHING,
+    Change,
     FactTable,
     Link,
     Step,
@@ -27,7 +28,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Key, WorkLease
 from keyvault.services.webhooks.deliveries import find_delivery_report
-from rotation.admin.plan_fields import is_deviation, show_plan_field
+from rotation.admin.plan_fields import is_deviation, show_default, show_plan_field, show_value
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import FIELDS, Condition, DeliveryChannel, Proof
 from rotation.domain.policy import PLAN_UNREADABLE, Plan
@@ -90,11 +91,20 @@ def plan_card(row: Rotation) -> FactTable:
         value = getattr(plan, name)
         shown = show_plan_field(field, value, unmet)
         if is_deviation(field, value, environment):
-            deviating.append((field.label, format_html("{} {}", shown, badge("not the default", "wait"))))
+            deviating.append((field.label, format_html("{} {}", shown, UNUSUAL)))
         elif name in _IN_SHORT:
             usual.append((field.label, shown))
     digest = format_html("digest {}", mono(f"{plan.digest()[:8]}…{plan.digest()[-4:]}"))
     return FactTable("Plan", [*deviating, *usual, ("Requested by", requester_name(row))], aside=digest)
+
+
+def deviating_changes(row: Rotation) -> Iterator[Change]:
+    """Yield what deviates from the defaults in the plan that waits for approval."""
+    plan, environment = row.readable_plan, Environment(row.account_environment)
+    for name, field in () if plan is None else FIELDS.items():
+        value = getattr(plan, name)
+        if is_deviation(field, value, environment):
+            yield Change(field.label, show_default(field, environment), show_value(field, value), is_unusual=True)
 
 
 def _unmet(row: Rotation, plan: Plan) -> Iterator[Condition]:

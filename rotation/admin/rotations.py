@@ -28,6 +28,8 @@ from keyvault.admin.framework.four_eyes import (
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Change,
     Detail,
     Extras,
     FactTable,
@@ -38,6 +40,7 @@ from keyvault.admin.framework.widgets import (
     link,
     moment,
 )
+from keyvault.admin.keys.keys import format_usage
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
@@ -46,6 +49,7 @@ from rotation.admin.rotation_actions import REQUEST, ROW_ACTIONS, has_old_key, m
 from rotation.admin.rotation_progress import banner_of, chart_card, evidence_card, lead_of, users_table
 from rotation.admin.rotation_sections import (
     awaited_table,
+    deviating_changes,
     evidence_table,
     find_failure,
     key_or_nothing,
@@ -110,6 +114,7 @@ _TO_COLLECT = (
 """Rotations whose replacement the requester may collect, see `may_be_collected`."""
 
 
+_ASKED, _IN_EMERGENCY = f"?state__exact={S.AWAITING_APPROVAL}", f"?state__exact={S.EMERGENCY}"
 _TO_CONFIRM = f"?state__exact={S.AWAITING_PROOF}"
 
 
@@ -168,6 +173,7 @@ class RotationAdmin(ConsoleModelAdmin):
         return rows.select_related(
             "credential__account__merchant",
             "predecessor__credential__account",
+            "predecessor__use",
             "replacement__credential__account",
             "requester",
             "requested_via",
@@ -260,12 +266,40 @@ class RotationAdmin(ConsoleModelAdmin):
         url = reverse("admin:keyvault_breakglass_change", args=[action.pk])
         return format_html("{} {}", text, link(url, "Review the bypass"))
 
+    def changes(self, row: Rotation) -> Iterable[Change]:
+        goes = "revoked once the replacement is proved in use" if has_old_key(row) else "ended already"
+        yield Change("Old key", format_usage(row.predecessor), goes)
+        yield Change("Replacement", NOTHING, f"a {row.credential.kind} key of {row.credential.label}")
+        yield from deviating_changes(row)
+
     # --- attention items ----------------------------------------------------------------------------------
+
+    def _undecided(self, request: HttpRequest) -> QuerySet[Any]:
+        rows = self.get_queryset(request).order_by("created_at")
+        return rows.filter(approval_expires_at__gt=datetime.now(UTC))
+
+    def _asked(self, request: HttpRequest) -> QuerySet[Any]:
+        return self._undecided(request).filter(state=S.AWAITING_APPROVAL)
+
+    def _emergencies(self, request: HttpRequest) -> QuerySet[Any]:
+        return (
+            self._undecided(request)
+            .annotate(approval_count=Count("approvals"))
+            .filter(state=S.EMERGENCY, bypassed_at__isnull=True, approval_count__lt=F("approvals_needed"))
+        )
+
+    def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
+        if may(request, P.ROTATIONS_APPROVE):
+            # Filtering by `approvals__person` here would add a join and multiply the count of the emergencies.
+            me = operator_of(request).person
+            urgent = self._emergencies(request).exclude(approvals__person=me)
+            yield self.approval("Emergency rotations to approve", urgent, _IN_EMERGENCY, "alarm")
+            others = self._asked(request).exclude(approvals__person=me)
+            yield self.approval("Rotations to approve", others, _ASKED, one="Approve a rotation")
 
     def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         """Return stalled and urgent rotations first."""
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
-        undecided = rows.filter(approval_expires_at__gt=datetime.now(UTC))
         yield self.attention(
             "Stalled rotations",
             rows.filter(state=S.STALLED),
@@ -273,26 +307,12 @@ class RotationAdmin(ConsoleModelAdmin):
             "alarm",
             one="Rotation stalled",
         )
-        emergencies = undecided.annotate(approval_count=Count("approvals")).filter(
-            state=S.EMERGENCY, bypassed_at__isnull=True, approval_count__lt=F("approvals_needed")
-        )
-        asked = undecided.filter(state=S.AWAITING_APPROVAL)
-        for_emergency, where = f"?state__exact={S.EMERGENCY}", f"?state__exact={S.AWAITING_APPROVAL}"
-        if may(request, P.ROTATIONS_APPROVE):
-            # Filtering by `approvals__person` here would add a join and multiply the count above.
-            urgent = emergencies.exclude(approvals__person=me)
-            yield self.attention(
-                "Emergency rotations to approve", urgent, for_emergency, "alarm", decide=P.ROTATIONS_APPROVE
-            )
-            others = asked.exclude(approvals__person=me)
-            yield self.attention(
-                "Rotations to approve", others, where, "action", decide=P.ROTATIONS_APPROVE, one="Approve a rotation"
-            )
-        else:
-            yield self.attention("Emergency rotations awaiting approval", emergencies, for_emergency, "alarm")
+        if not may(request, P.ROTATIONS_APPROVE):
+            emergencies = self._emergencies(request)
+            yield self.attention("Emergency rotations awaiting approval", emergencies, _IN_EMERGENCY, "alarm")
         if may(request, P.ROTATIONS_WRITE):
-            own = asked.filter(requester_person=me)
-            yield self.attention("Your rotations awaiting approval", own, where)
+            own = self._asked(request).filter(requester_person=me)
+            yield self.attention("Your rotations awaiting approval", own, _ASKED)
             unconfirmed = rows.filter(pk__in=_first_to_confirm(rows))
             yield self.attention("Rotations awaiting an operator's confirmation", unconfirmed, _TO_CONFIRM, "action")
         if may(request, P.ISSUANCE_COLLECT):

@@ -1,8 +1,6 @@
 """Formatting of schedules, and the calendar of scheduled rotations with a table per month."""
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
-from itertools import groupby
 from typing import Any
 
 from django.db.models import Q
@@ -17,68 +15,11 @@ from rotation.admin.plan_fields import WEEKDAYS, show_override
 from rotation.domain.plan_fields import SHARED_FIELDS
 from rotation.domain.windows import clock_text
 from rotation.models import BlackoutCalendar, RotationSchedule
-from rotation.services.schedules.calendar import CalendarPage, ScheduledDate
-from rotation.services.schedules.candidates import MAX_LISTED, DatePosition
+from rotation.services.schedules.calendar import ScheduledDate
 from rotation.services.schedules.schedules import find_draft, partial_draft
-
-LOOKAHEAD_DAYS = {30: "30 days", 90: "90 days", 366: "a year"}
-"""Lookahead periods of the calendar, in days, with their labels."""
-
-DEFAULT_LOOKAHEAD_DAYS = 90
-"""Default lookahead of the calendar, in days."""
 
 _MAX_ROTATIONS = 20
 """Maximum number of rotations on the page of a schedule or standing approval, the latest first."""
-
-
-def calendar_notes(shown: CalendarPage, days: int, merchant: str | None) -> Iterable[str]:
-    whose = "" if merchant is None else f" of {merchant}"
-    period = LOOKAHEAD_DAYS[days]
-    yield f"Scheduled rotations{whose} within {period}. All times are UTC."
-    if shown.after is not None:
-        yield f"This page shows {MAX_LISTED} dates. Show later dates, or choose an environment or a merchant."
-    if shown.has_more_undated:
-        yield f"{MAX_LISTED} credentials without a date are shown. Choose an environment or a merchant to see others."
-
-
-def month_tables(dates: list[ScheduledDate]) -> Iterable[Table]:
-    """Yield a table per month; blocked rotations without a date come first."""
-    columns = ["starts (UTC)", "account", "credential", "state", "requested (UTC)", "reason"]
-    for month, found in groupby(dates, lambda date: f"{date.begins_at:%B %Y}" if date.begins_at else ""):
-        rows = [
-            [
-                f"{date.begins_at:%a %d  %H:%M}" if date.begins_at else NOTHING,
-                f"{date.merchant_id}/{date.environment}",
-                credential_link(date.credential_id, date.label),
-                _state_link(date),
-                moment(date.ask_at, missing="already requested" if date.rotation_id else NOTHING),
-                date.why,
-            ]
-            for date in found
-        ]
-        yield Table(month or "Blocked, without a date", columns, rows)
-    if not dates:
-        yield Table(
-            "No rotations",
-            columns,
-            [],
-            empty="No scheduled rotations in this period. Put keys on a schedule to see them here.",
-        )
-
-
-def write_position(position: DatePosition) -> str:
-    """Return the position as the query string has it."""
-    ask_at, credential_id = position
-    return f"{ask_at.isoformat()} {credential_id}"
-
-
-def read_position(text: str) -> DatePosition | None:
-    """Return the position that `write_position` wrote; None for any other text."""
-    ask_at, _, credential_id = text.partition(" ")
-    try:
-        return datetime.fromisoformat(ask_at).astimezone(UTC), credential_id
-    except (ValueError, OverflowError):
-        return None
 
 
 def next_facts(date: ScheduledDate | None) -> FactTable:
@@ -114,12 +55,6 @@ def rotations_table(title: str, rotations: Any, which: str) -> Table:
         ],
         empty=f"No rotations yet. The rotations that {which} appear here.",
     )
-
-
-def _state_link(date: ScheduledDate) -> SafeString:
-    if date.rotation_id is None:
-        return badge(date.state)
-    return link(reverse("admin:rotation_rotation_change", args=[date.rotation_id]), badge(date.state))
 
 
 def schedules_in_scope(scope: AccessScope, schedule: str = "") -> Q:

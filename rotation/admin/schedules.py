@@ -1,9 +1,8 @@
 """Rotation schedules in the console, and the calendar of scheduled rotations."""
 
 from collections.abc import Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.db.models import Model, Q, QuerySet
@@ -24,11 +23,10 @@ from keyvault.admin.framework.actions import (
     run_service,
 )
 from keyvault.admin.framework.columns import badge_column
-from keyvault.admin.framework.enforcement import may, operator_of
+from keyvault.admin.framework.enforcement import may
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.four_eyes import requester_name
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.pages import live_page
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
@@ -44,25 +42,19 @@ from keyvault.admin.framework.widgets import (
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Credential
+from rotation.admin.schedule_calendar import calendar_view
 from rotation.admin.schedule_forms import EditForm, ScheduleForm, scope_from, terms_from
 from rotation.admin.schedule_widgets import (
-    DEFAULT_LOOKAHEAD_DAYS,
-    LOOKAHEAD_DAYS,
-    calendar_notes,
     format_schedule_window,
     format_scope,
-    month_tables,
     next_facts,
-    read_position,
     rotations_table,
     schedule_facts,
     schedules_in_scope,
-    write_position,
 )
 from rotation.admin.standing_approvals import approval_state, request_action
 from rotation.models import RotationSchedule
-from rotation.services.schedules.calendar import find_next, list_next
-from rotation.services.schedules.candidates import DatePosition
+from rotation.services.schedules.calendar import find_next
 from rotation.services.schedules.reports import state_of_schedule
 from rotation.services.schedules.schedules import (
     disable_schedule,
@@ -249,48 +241,4 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         return reverse("admin:rotation_rotationschedule_calendar")
 
     def _calendar_view(self, request: HttpRequest) -> HttpResponse:
-        """Show the calendar, filtered by `environment`, `merchant` and `days` in the query string.
-
-        `after`: the position after which the page begins. Unknown values are ignored.
-        """
-        value = request.GET.get("environment", "")
-        environment = Environment(value) if value in {env.value for env in Environment} else None
-        merchant = request.GET.get("merchant") or None
-        days = next((days for days in LOOKAHEAD_DAYS if request.GET.get("days") == str(days)), DEFAULT_LOOKAHEAD_DAYS)
-        now = datetime.now(UTC)
-        scope = operator_of(request).scope.narrowed_to(merchant, environment)
-        shown = list_next(now, now + timedelta(days=days), scope, read_position(request.GET.get("after", "")))
-        detail = Detail(
-            title="Calendar of rotations",
-            state=environment or "",
-            sections=list(month_tables(shown.dates)),
-            notes=list(calendar_notes(shown, days, merchant)),
-        )
-        context = {
-            "title": detail.title,
-            "detail": detail,
-            "sections": detail.sections,
-            "links": list(self._calendar_links(environment, merchant, days, shown.after)),
-            "crumbs": self._crumbs(),
-        }
-        return live_page(self.admin_site, request, "detail", context, seconds=detail.refresh_seconds)
-
-    def _calendar_links(
-        self, environment: str | None, merchant: str | None, days: int, after: DatePosition | None
-    ) -> Iterable[Link]:
-        """Yield links to later dates, and to the calendar with other filters."""
-
-        def url_with(**changes: object) -> str:
-            chosen = {"environment": environment, "merchant": merchant, "days": days, **changes}
-            return f"{self._calendar_url()}?{urlencode({name: value for name, value in chosen.items() if value})}"
-
-        if after is not None:
-            yield Link("Later dates", url_with(after=write_position(after)))
-        for env in (None, *(each.value for each in Environment)):
-            if env != environment:
-                yield Link(env or "both environments", url_with(environment=env))
-        if merchant is not None:
-            yield Link("all merchants", url_with(merchant=None))
-        for ahead, label in LOOKAHEAD_DAYS.items():
-            if ahead != days:
-                yield Link(label, url_with(days=ahead))
+        return calendar_view(self.admin_site, request, self._calendar_url(), self._crumbs())

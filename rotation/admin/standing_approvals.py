@@ -36,6 +36,7 @@ from keyvault.admin.framework.four_eyes import (
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
+    Change,
     Detail,
     FactTable,
     Line,
@@ -45,10 +46,11 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.domain.environments import Environment
 from keyvault.models import Account
+from rotation.admin.plan_fields import chosen_changes
 from rotation.admin.schedule_widgets import format_scope, rotations_table, schedule_facts, schedules_in_scope
 from rotation.models import RotationSchedule, StandingApproval, StandingApprovalState
 from rotation.services.schedules.reports import state_of_approval
-from rotation.services.schedules.schedules import place_of, scope_of
+from rotation.services.schedules.schedules import find_draft, partial_draft, place_of, scope_of
 from rotation.services.schedules.standing_approvals import (
     DEFAULT_DAYS,
     MAX_DAYS,
@@ -212,7 +214,17 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
             ],
         )
 
-    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
+    def changes(self, row: StandingApproval) -> Iterable[Change]:
+        schedule = row.schedule
+        yield Change(
+            f"Rotations of the schedule for {format_scope(schedule)}",
+            "each needs an approval of its own",
+            f"none needs one until {row.expires_at:%Y-%m-%d %H:%M} UTC",
+        )
+        overrides = (find_draft(schedule) or partial_draft(schedule)).overrides
+        yield from chosen_changes(overrides, Environment(schedule.environment))
+
+    def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if not may(request, P.ROTATIONS_APPROVE):
             return
         now, me = datetime.now(UTC), operator_of(request).person
@@ -220,13 +232,7 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
             state=A.AWAITING_APPROVAL, approval_expires_at__gt=now, expires_at__gt=now
         )
         others = asked.exclude(approvals__person=me).order_by("created_at")
-        yield self.attention(
-            "Standing approvals to approve",
-            others,
-            f"?state__exact={A.AWAITING_APPROVAL}",
-            "action",
-            decide=P.ROTATIONS_APPROVE,
-        )
+        yield self.approval("Standing approvals to approve", others, f"?state__exact={A.AWAITING_APPROVAL}")
 
     def line_of(self, row: StandingApproval) -> Line:
         return Line(self.url_of(row), self.name_of(row), f"requested by {requester_name(row)}", row.created_at)

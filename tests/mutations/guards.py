@@ -680,8 +680,8 @@ GUARDS = (
     Guard(
         "recent-factor-for-the-action",
         "keyvault/admin/framework/model_admin.py",
-        "if action.step_up and is_step_up_due(request):\n            try:",
-        "if not action.step_up and is_step_up_due(request):\n            try:",
+        "return refuse_step_up(request) if action.step_up else None",
+        "return refuse_step_up(request) if not action.step_up else None",
         "A sensitive action is refused without a recent second factor.",
         f"{_STEP_UP_TESTS}::test_step_up_without_the_right_code_changes_nothing_and_keeps_the_input",
     ),

@@ -283,7 +283,8 @@ def from_query(*names: str) -> Callable[[Mapping[str, str]], dict[str, Any]]:
     return lambda query: {name: query.get(name) for name in names}
 
 
-def require_version(row: Any, cleaned: Cleaned) -> None:
-    """Raise StateConflictError when the form was rendered from another version of the row."""
+def run_action(action: RowAction, grant: Grant, row: Any, cleaned: Cleaned) -> ActionResult:
+    """Run the action. Raises StateConflictError when the form was rendered from another version of the row."""
     if "version" in cleaned and cleaned["version"] != row.version:
         raise StateConflictError("This was changed by another operator. Review the current version and try again.")
+    return action.run(grant, row, cleaned)

@@ -47,6 +47,7 @@ class Attention:
         select: returns which of some rows belong to the item, where no condition in SQL tells.
         one: what one row is, such as `Rotation stalled`.
         button: label of the link to a row.
+        entry: entry of the menu that counts the rows; empty: that of the model admin.
     """
 
     model_admin: "ConsoleModelAdmin"
@@ -58,6 +59,7 @@ class Attention:
     select: Callable[[list[Any]], list[Any]] = _all
     one: str = ""
     button: str = "Review"
+    entry: str = ""
 
     def limited_rows(self, request: HttpRequest) -> QuerySet[Any]:
         """Return the rows that the menu counts: without those that need another person's decision."""
@@ -74,11 +76,16 @@ class Attention:
         if self.decide is None and self.select is _all:
             shown = list(rows[:MAX_LINES])
         else:
-            listed = list(rows[: MAX_DECIDABLE + 1])
-            decidable = self.select([row for row in listed if self._may_decide(request, row)])
+            decidable = self.read_decidable(request, rows)
             shown, found, most = decidable[:MAX_LINES], len(decidable), MAX_DECIDABLE
         lines = [self.model_admin.line_of(row) for row in shown]
         return self.item(lines, min(found, most), has_more=found > most)
+
+    def read_decidable(self, request: HttpRequest, rows: QuerySet[Any]) -> list[Any]:
+        """Return the first of these rows that belong to the item and that the operator may decide: one more than
+        MAX_DECIDABLE, if there are more.
+        """
+        return self.select([row for row in rows[: MAX_DECIDABLE + 1] if self._may_decide(request, row)])
 
     def item(self, lines: Sequence[Line] = (), count: int = 0, *, has_more: bool = False) -> "AttentionItem":
         return AttentionItem(
@@ -134,7 +141,7 @@ def count_by_entry(found: FoundAttention) -> dict[str, str]:
     counts: Counter[str] = Counter()
     for item, ids in found:
         if item.tone in URGENT_TONES:
-            counts[item.model_admin.menu] += len(ids)
+            counts[item.entry or item.model_admin.menu] += len(ids)
     return {entry: f"{MAX_ROWS}+" if count > MAX_ROWS else str(count) for entry, count in counts.items() if count}
 
 

@@ -120,6 +120,40 @@ class Checks(Component):
     template_name = "console/component_checks.html"
 
 
+@dataclass(frozen=True, slots=True)
+class Day:
+    """A day of a month grid.
+
+    Args:
+        label: for screen readers, such as `3 November: 12 rotations`.
+        count: number on the day; empty: none.
+        load: 0 to 4, the tone of its background.
+        notes: short texts about the day, such as a blackout.
+    """
+
+    number: int
+    url: str
+    label: str
+    count: str = ""
+    load: int = 0
+    is_today: bool = False
+    is_chosen: bool = False
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class MonthGrid(Component):
+    """A month, Monday first. A day of `weeks` is None if it belongs to another month."""
+
+    title: str
+    weeks: Sequence[Sequence[Day | None]]
+    earlier: Link
+    later: Link
+    note: str = ""
+
+    template_name = "console/component_month.html"
+
+
 @dataclass(frozen=True)
 class EmptyState(Component):
     """What would be here, and the button that creates it."""

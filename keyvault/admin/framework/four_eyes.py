@@ -8,6 +8,8 @@ from django import forms
 from django.contrib import admin
 from django.db.models import Model, Prefetch, prefetch_related_objects
 from django.http import HttpRequest
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -21,7 +23,7 @@ from keyvault.admin.framework.actions import (
     Tone,
 )
 from keyvault.admin.framework.enforcement import operator_of
-from keyvault.admin.framework.widgets import Table, moment, mono
+from keyvault.admin.framework.widgets import Change, Table, badge, moment, mono
 from keyvault.domain.environments import Environment
 from keyvault.models import Account
 
@@ -117,6 +119,24 @@ def fetch_approvals(row: Any) -> None:
     """Read the row's approvals and their approvers once, the oldest first, for `row.approvals.all()`."""
     found = row.approvals.model.objects.select_related("approver").order_by("created_at")
     prefetch_related_objects([row], Prefetch("approvals", found))
+
+
+def changes_table(changes: Iterable[Change], title: str = "What changes") -> Table:
+    """List what an approval changes, what is not the default first."""
+    listed = sorted(changes, key=lambda change: not change.is_unusual)
+    return Table(
+        title,
+        ["what", "now", "after the approval"],
+        [[change.label, change.before, _mark_unusual(change)] for change in listed],
+    )
+
+
+def _mark_unusual(change: Change) -> SafeString | str:
+    return format_html("{} {}", change.after, UNUSUAL) if change.is_unusual else change.after
+
+
+UNUSUAL = badge("not the default", "wait")
+"""Mark of a value that the requester chose instead of the default."""
 
 
 def approvals_table(row: Any) -> Table:

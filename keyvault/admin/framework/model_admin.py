@@ -25,32 +25,33 @@ from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
+    Cleaned,
     CreateAction,
     RowAction,
     SecretView,
     Tone,
     format_text,
-    require_version,
+    run_action,
 )
 from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.components import Stepper
 from keyvault.admin.framework.enforcement import Guarded, View, grant_for, may, operator_of
+from keyvault.admin.framework.four_eyes import changes_table
 from keyvault.admin.framework.keyset import Keyset
 from keyvault.admin.framework.menu import Tab
 from keyvault.admin.framework.pages import form_page, live_page, secret_page
 from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.shown_environment import environment_of, shown_scope
-from keyvault.admin.framework.sign_in import second_factor_url, set_locked
-from keyvault.admin.framework.step_up import factor_context, is_step_up_due, pass_step_up
-from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Line, Link
+from keyvault.admin.framework.sign_in import second_factor_url
+from keyvault.admin.framework.step_up import answer_locked, is_step_up_due, refuse_step_up, step_up_context
+from keyvault.admin.framework.widgets import Change, Detail, Extras, FactTable, Line, Link, Table
 from keyvault.domain.errors import (
     KeyvaultError,
     NotFoundError,
     RequestInvalidError,
     StateConflictError,
 )
-from keyvault.models import Account, Operator
-from keyvault.services.sessions.guessing import SignInLockedError
+from keyvault.models import Account
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
@@ -237,6 +238,14 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the items of this model that the overview shows to the operator; the menu counts the urgent ones."""
         return ()
 
+    def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
+        """Return the items whose rows wait for this operator's approval, see `approval`."""
+        return ()
+
+    def changes(self, row: Any) -> Iterable[Change]:
+        """Return what the approval of the row would change, without queries of its own."""
+        return ()
+
     def line_of(self, row: Any) -> Line:
         """Return the line of a row on the front page."""
         return Line(self.url_of(row), self.name_of(row), "")
@@ -333,7 +342,11 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "detail": detail,
             "stepper": Stepper(detail.steps) if detail.steps else None,
             "page_environment": self._environment_of(row),
-            "sections": [*detail.sections, *(section for extra in extras for section in extra.sections)],
+            "sections": [
+                *self._changes(row),
+                *detail.sections,
+                *(section for extra in extras for section in extra.sections),
+            ],
             "links": [
                 *(self._link(row, view.name, view.label) for view in self.secret_views if view.is_available(row)),
                 *(link for extra in extras for link in extra.links),
@@ -381,8 +394,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         if not form.is_valid():
             return answer(form, status=400)
         try:
-            require_version(row, form.cleaned_data)
-            result = action.run(grant, row, form.cleaned_data)
+            result = run_action(action, grant, row, form.cleaned_data)
         except RequestInvalidError as error:
             form.show_faults(error)
             return answer(form, error=error)
@@ -429,12 +441,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def _refuse_step_up(self, request: HttpRequest, action: RowAction | CreateAction) -> KeyvaultError | None:
         """Check the second factor of the form if the action requires one now. Return why it is refused."""
-        if action.step_up and is_step_up_due(request):
-            try:
-                pass_step_up(request)
-            except KeyvaultError as error:
-                return error
-        return None
+        return refuse_step_up(request) if action.step_up else None
 
     def _form_page(
         self,
@@ -447,12 +454,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         status: int = 200,
     ) -> HttpResponse:
         """Render the form, which also asks for a second factor if the action requires one now."""
-        if form is not None and action.step_up and is_step_up_due(request) and isinstance(request.user, Operator):
-            context = {**context, "step_up": factor_context(request, request.user)}
-        response = form_page(self.admin_site, request, form, context, error=error, status=status)
-        if isinstance(error, SignInLockedError):
-            set_locked(response, error.retry_after_seconds)
-        return response
+        if form is not None and action.step_up:
+            context = {**context, "step_up": step_up_context(request)}
+        return answer_locked(form_page(self.admin_site, request, form, context, error=error, status=status), error)
 
     def _respond(self, request: HttpRequest, result: ActionResult, row: Model | None) -> HttpResponse:
         """Redirect with a message; a result with a secret shows the secret instead of redirecting."""
@@ -492,6 +496,25 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         if row is None:
             raise NotFoundError(f"{self.singular} not found.")
         return row
+
+    def approval_form(self, row: Any, *args: Any) -> ActionForm:
+        """Return the form of the approval of one row among others. `args`: what was posted."""
+        form = self.row_action("approve").form
+        return form(*args, initial=form.initial_for(row), prefix=f"{self.opts.label_lower}:{row.pk}")
+
+    def approve(self, request: HttpRequest, row: Any, cleaned: Cleaned) -> ActionResult:
+        """Approve what the page showed of the row. Raises the errors of `authorize` and of the service."""
+        action = self.row_action("approve")
+        grant = self._grant(request, action.permission, row)
+        if not self._is_available(request, action, row):
+            raise StateConflictError("This no longer awaits an approval, or not yours.")
+        return run_action(action, grant, row, cleaned)
+
+    def _changes(self, row: Any) -> list[Table]:
+        """Return what an approval would change, while the row waits for one."""
+        if not any(action.name == "approve" and action.is_available(row) for action in self.row_actions):
+            return []
+        return [changes_table(listed)] if (listed := list(self.changes(row))) else []
 
     def _environment_of(self, row: Any) -> str:
         """Return the environment of the row's account; empty: it has none."""
@@ -543,6 +566,18 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return an attention item of these rows; `query` filters the list that it links to. `options`: its others."""
         return Attention(self, title, rows, query, tone, **options)
 
+    def approval(self, title: str, rows: QuerySet[Any], query: str, tone: str = "action", **options: Any) -> Attention:
+        """Return the item of rows that wait for the operator's approval. The menu counts them as approvals."""
+        decide = self.row_action("approve").permission
+        return self.attention(title, rows, query, tone, decide=decide, entry="Approvals", **options)
+
+    def row_action(self, name: str) -> RowAction:
+        """Return the action of this name. Raises NotFoundError."""
+        for action in self.row_actions:
+            if action.name == name:
+                return action
+        raise NotFoundError(f"{self.singular} has no action {name!r}.")
+
     def create_links(self, request: HttpRequest) -> list[Link]:
         """Return links to the create actions that the operator may use, for the front page."""
         return self._offered_links(request)
@@ -565,6 +600,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         warning = action.warn(row)
         return {
             "title": f"{action.label}: {self.name_of(row)}",
+            "changes": self._changes(row) if action.name == "approve" else [],
             "summary": self.summary(row),
             "explain": format_text(action.explain, row),
             "warning": warning,

@@ -7,11 +7,12 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 
-from keyvault.admin.framework.sign_in import factor_attempt
-from keyvault.domain.errors import PermissionMissingError
+from keyvault.admin.framework.sign_in import factor_attempt, set_locked
+from keyvault.domain.errors import KeyvaultError, PermissionMissingError
 from keyvault.models import Operator
+from keyvault.services.sessions.guessing import SignInLockedError
 from keyvault.services.sessions.passkeys import are_passkeys_possible, begin_authentication, verifier_of
 from keyvault.services.sessions.second_factors import (
     PASSKEY,
@@ -46,6 +47,30 @@ def pass_step_up(request: HttpRequest) -> None:
     now = datetime.now(UTC)
     check_factor(factor_attempt(request, request.user), request.POST, now)
     note_second_factor(request.session, now)
+
+
+def refuse_step_up(request: HttpRequest) -> KeyvaultError | None:
+    """Check the second factor of a submitted form, if one is due. Return why it is refused; None: it is not."""
+    if is_step_up_due(request):
+        try:
+            pass_step_up(request)
+        except KeyvaultError as error:
+            return error
+    return None
+
+
+def step_up_context(request: HttpRequest) -> dict[str, Any] | None:
+    """Return what a form needs to ask for the second factor; None: none is due."""
+    if not is_step_up_due(request) or not isinstance(request.user, Operator):
+        return None
+    return factor_context(request, request.user)
+
+
+def answer_locked(response: HttpResponse, error: KeyvaultError | None) -> HttpResponse:
+    """Return the response of a refused form, with the status of too many attempts if that is why."""
+    if isinstance(error, SignInLockedError):
+        set_locked(response, error.retry_after_seconds)
+    return response
 
 
 def check_factor(attempt: FactorAttempt, posted: Any, now: datetime) -> str:

@@ -39,6 +39,19 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """One difference that an approval makes. `before`, `after`: text or HTML of this module.
+
+    `is_unusual`: the requester chose something else than the default.
+    """
+
+    label: str
+    before: Any
+    after: Any
+    is_unusual: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     label: str
     url: str

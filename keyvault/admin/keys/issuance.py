@@ -40,6 +40,8 @@ from keyvault.admin.framework.four_eyes import (
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
+    NOTHING,
+    Change,
     Detail,
     Extras,
     FactTable,
@@ -47,12 +49,14 @@ from keyvault.admin.framework.widgets import (
     Link,
     Step,
     badge,
+    counted,
     identifier,
     link,
     moment,
     mono,
 )
 from keyvault.admin.keys.keys import key_link
+from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import (
     COLLECT_WITHIN,
     COLLECTED_DELIVERIES,
@@ -72,6 +76,9 @@ from keyvault.services.issuance.requests import (
 )
 
 S = IssuanceState
+
+_PENDING = f"?state__exact={S.PENDING}"
+"""Query of the list of requests that await approval."""
 
 DELIVERIES = {
     Delivery.SECRET_BACKEND: "secret backend: the merchant's services read it there",
@@ -300,21 +307,10 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             lead=format_html("{} · {}", KINDS[KeyKind(row.kind)], identifier(row)),
             crumbs=account_crumbs(row.account),
             offered=offered,
-            banner=Banner(notes[0], self._effect(row), _TONES.get(row.state, ""), decisions) if notes else None,
+            banner=Banner(notes[0], "", _TONES.get(row.state, ""), decisions) if notes else None,
             steps=_steps(row),
             refresh_seconds=3 if row.state in {S.PENDING, S.APPROVED} else None,
             sections=[Columns([self.summary(row), progress]), approvals],
-        )
-
-    def _effect(self, row: IssuanceRequest) -> str:
-        """Say what will exist after the approval."""
-        if row.state != S.PENDING:
-            return ""
-        expiry = f"expires {row.expires_in_days} days after it is issued" if row.expires_in_days else "does not expire"
-        credential = f"a new credential {row.label}" if row.credential is None else f"credential {row.label}"
-        return (
-            f"After the approval {row.account} has {credential} with one {row.kind} key, which {expiry}. "
-            f"Its delivery: {DELIVERIES[Delivery(row.delivery)]}."
         )
 
     def _notes(self, request: HttpRequest, row: IssuanceRequest) -> Iterable[str]:
@@ -336,18 +332,29 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         elif row.state == S.BURNED:
             yield "The key was not collected in time. It was revoked and its copy destroyed; request another key."
 
-    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
+    def changes(self, row: IssuanceRequest) -> Iterable[Change]:
+        is_shown = row.delivery == Delivery.SHOW_ONCE and row.account_environment == Environment.PRODUCTION
+        credential = f"{row.label}, new" if row.credential is None else row.label
+        expiry = f"{counted(row.expires_in_days, 'day')} after it is issued" if row.expires_in_days else "never"
+        yield Change("Credential", NOTHING, f"{credential}, of {row.account}")
+        yield Change(f"Usable {row.kind} key", NOTHING, "one")
+        yield Change("Expiry of the key", NOTHING, expiry)
+        yield Change("Delivery", NOTHING, DELIVERIES[Delivery(row.delivery)], is_unusual=is_shown)
+
+    def _pending(self, request: HttpRequest) -> QuerySet[Any]:
         rows = self.get_queryset(request).order_by("created_at")
-        now, me = datetime.now(UTC), operator_of(request).person
-        pending = rows.filter(state=S.PENDING, expires_at__gt=now)
-        where = f"?state__exact={S.PENDING}"
+        return rows.filter(state=S.PENDING, expires_at__gt=datetime.now(UTC))
+
+    def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.ISSUANCE_APPROVE):
-            others = pending.exclude(approvals__person=me)
-            yield self.attention(
-                "Key requests to approve", others, where, "action", decide=P.ISSUANCE_APPROVE, one="Approve a new key"
-            )
+            others = self._pending(request).exclude(approvals__person=operator_of(request).person)
+            yield self.approval("Key requests to approve", others, _PENDING, one="Approve a new key")
+
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
+        rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
         if may(request, P.ISSUANCE_REQUEST):
-            yield self.attention("Your key requests awaiting approval", pending.filter(requester_person=me), where)
+            mine = self._pending(request).filter(requester_person=me)
+            yield self.attention("Your key requests awaiting approval", mine, _PENDING)
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(requester_person=me, requested_via=None)
             issued = mine.filter(state=S.ISSUED, delivery=Delivery.SHOW_ONCE)

@@ -39,6 +39,7 @@ from keyvault.admin.framework.widgets import (
     Line,
     Link,
     badge,
+    duration,
     identifier,
     link,
     moment,
@@ -342,6 +343,13 @@ def _notes(key: Key) -> Iterable[str]:
         yield "The account is suspended, so the key is refused."
     elif key.state == KeyState.ACTIVE and account.merchant.status != "active":
         yield "The merchant is suspended, so the key is refused."
+
+
+def format_usage(key: Key) -> SafeString:
+    """Describe a key before it is replaced: its end, its age and its last use."""
+    age = "never active" if key.activated_at is None else f"{duration(datetime.now(UTC) - key.activated_at)} old"
+    used = moment(use_of(key, "last_at"), missing="never")
+    return format_html("{}, {}, last used {}", mono(f"…{key.key_id[-6:]}"), age, used)
 
 
 def use_of(key: Key, name: str) -> Any:

@@ -7,16 +7,17 @@ from typing import Any
 from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
+from django.utils.html import format_html
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.accounts import account_link
 from keyvault.admin.framework.actions import ReasonForm, RowAction, Tone, run_service
 from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
-from keyvault.admin.framework.enforcement import may
+from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import ApproveStoredForm, approvals_table, approve_action
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.widgets import Detail, FactTable, Line, link, moment, mono
+from keyvault.admin.framework.widgets import Change, Detail, FactTable, Line, link, moment, mono
 from keyvault.admin.keys.keys import key_link
 from keyvault.models import Account, RecipientKey
 from keyvault.services.keys.recipient_keys import (
@@ -109,11 +110,14 @@ class RecipientKeyAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: RecipientKey) -> Detail:
         return Detail(title=self.name_of(row), state=_state(row), sections=[self.summary(row), approvals_table(row)])
 
-    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
-        if not may(request, P.RECIPIENTS_APPROVE):
-            return
-        rows = self.get_queryset(request).filter(pk__in=list_pending(datetime.now(UTC)).values("pk"))
-        yield self.attention("Recipient keys that apply later", rows, "", decide=P.RECIPIENTS_APPROVE)
+    def changes(self, row: RecipientKey) -> Iterable[Change]:
+        yield Change("Replacements are sealed to this key", format_html("from {}", moment(row.applies_at)), "from now")
+
+    def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
+        if may(request, P.RECIPIENTS_APPROVE):
+            pending = list_pending(datetime.now(UTC)).exclude(approvals__person=operator_of(request).person)
+            rows = self.get_queryset(request).filter(pk__in=pending.values("pk")).order_by("created_at")
+            yield self.approval("Recipient keys that apply later", rows, "", "plain")
 
     def line_of(self, row: RecipientKey) -> Line:
         return Line(self.url_of(row), self.name_of(row), "applies", row.applies_at)

@@ -25,7 +25,7 @@ from keyvault.admin.framework.four_eyes import (
     undecided_notes,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Line, link, moment, mono
+from keyvault.admin.framework.widgets import NOTHING, Change, Detail, FactTable, Line, link, moment, mono
 from keyvault.admin.operators.operators import format_others, format_roles
 from keyvault.models import OperatorChange, OperatorChangeKind, OperatorChangeState
 from keyvault.services.operator_changes import (
@@ -37,6 +37,9 @@ from keyvault.services.operator_changes import (
 )
 
 K, S = OperatorChangeKind, OperatorChangeState
+
+_WAITING = f"?state__exact={S.AWAITING_APPROVAL}"
+"""Query of the list of changes that await approval."""
 
 _WHAT = {
     K.ROLES: "change of roles",
@@ -169,16 +172,31 @@ class OperatorChangeAdmin(ConsoleModelAdmin):
         is_concerned = row.operator_person == operator_of(request).person
         return super()._is_available(request, action, row) and not (is_concerned and action.name == "approve")
 
-    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
-        me = operator_of(request).person
-        waiting = list_undecided(datetime.now(UTC)).select_related("operator", "requester")
-        where = f"?state__exact={S.AWAITING_APPROVAL}"
+    def changes(self, row: OperatorChange) -> Iterable[Change]:
+        if row.kind == K.SECOND_FACTORS_RESET:
+            yield Change("Second factors", "as they are", "none: the operator needs a new invitation")
+            yield Change("Sessions", "as they are", "all ended")
+            return
+        if row.roles != row.roles_before:
+            yield Change("Roles", format_roles(row.roles_before.split()), format_roles(row.roles.split()))
+        before, after = AccessScope.from_json(row.scope_before), AccessScope.from_json(row.scope)
+        if before != after:
+            yield Change("Scope", str(before), str(after))
+
+    def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.OPERATORS_APPROVE):
-            others = waiting.exclude(operator_person=me)
-            yield self.attention("Changes of operators to approve", others, where, "action", decide=P.OPERATORS_APPROVE)
+            me = operator_of(request).person
+            others = self._waiting().exclude(operator_person=me).exclude(approvals__person=me)
+            yield self.approval("Changes of operators to approve", others, _WAITING)
+
+    def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.OPERATORS_WRITE):
-            mine = waiting.filter(requester_person=me)
-            yield self.attention("Your changes of operators awaiting approval", mine, where)
+            mine = self._waiting().filter(requester_person=operator_of(request).person)
+            yield self.attention("Your changes of operators awaiting approval", mine, _WAITING)
+
+    @staticmethod
+    def _waiting() -> QuerySet[OperatorChange]:
+        return list_undecided(datetime.now(UTC)).select_related("operator", "requester")
 
     def line_of(self, row: OperatorChange) -> Line:
         return Line(self.url_of(row), self.name_of(row), f"requested by {requester_name(row)}", row.created_at)

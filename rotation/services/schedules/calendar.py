@@ -1,14 +1,18 @@
 """The next dates of scheduled rotations, computed as a dry run that writes nothing."""
 
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from enum import StrEnum
+
+from django.db.models import IntegerField, Subquery
 
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.timestamps import format_timestamp
+from keyvault.models import Account
 from rotation.domain.events import RotationState
+from rotation.models import BlackoutCalendar, ScheduledCredential
 from rotation.services.rotations.planning import plan_rotation
 from rotation.services.schedules.candidates import (
     Candidate,
@@ -21,6 +25,12 @@ from rotation.services.schedules.starting import format_failure
 
 MAX_DRY_RUNS = 50
 """Maximum number of overdue credentials of a page whose plan is validated to find the obstacle."""
+
+MAX_COUNTED = 5_000
+"""Maximum number of rotations that are counted for one day."""
+
+MAX_CALENDARS = 50
+"""Maximum number of blackout calendars that are read."""
 
 _GRACE = timedelta(minutes=5)
 """Time after which an unrequested date is overdue; the worker checks every half minute and may be busy."""
@@ -76,11 +86,17 @@ class CalendarPage:
 
 
 def list_next(
-    now: datetime, until: datetime, scope: AccessScope = EVERYWHERE, after: DatePosition | None = None
+    now: datetime,
+    until: datetime,
+    scope: AccessScope = EVERYWHERE,
+    after: DatePosition | None = None,
+    *,
+    is_by_request: bool = False,
 ) -> CalendarPage:
     """List the next date of each scheduled credential of the scope, those without a date first, then the earliest.
 
     `until`: later dates are omitted. `after`: the position after which the page begins; None: the first page.
+    `is_by_request`: `until` limits when the rotations are requested, and not when they begin.
     There is one date per credential, since the following one depends on when that rotation is completed.
     """
     dry_runs = MAX_DRY_RUNS
@@ -91,11 +107,63 @@ def list_next(
         if date.state is DateState.OVERDUE and dry_runs:
             dry_runs -= 1
             date = _try_out(candidate, date, now)
-        if date.begins_at is None or date.begins_at <= until:
+        if is_by_request or date.begins_at is None or date.begins_at <= until:
             found.append(date)
     first = datetime.min.replace(tzinfo=now.tzinfo)
     found.sort(key=lambda date: (date.begins_at or first, date.credential_id))
     return CalendarPage(found, listed.after, listed.has_more_undated)
+
+
+def count_days(first: date, days: int, scope: AccessScope = EVERYWHERE) -> list[int]:
+    """Count the rotations that schedules request on each day (UTC), at most MAX_COUNTED + 1 of each, by one query."""
+    if scope.merchants is None:
+        rows = ScheduledCredential.objects.filter(environment__in=sorted(scope.environments))
+    else:
+        accounts = Account.objects.filter(merchant__in=scope.merchants, environment__in=scope.environments)
+        rows = ScheduledCredential.objects.filter(account__in=accounts.values("pk"))
+    starts = [start_of_day(first + timedelta(days=number)) for number in range(days + 1)]
+    counts = {
+        f"day_{number}": _BoundedCount(
+            rows.filter(ask_at__gte=starts[number], ask_at__lt=starts[number + 1]).values("pk")[: MAX_COUNTED + 1]
+        )
+        for number in range(days)
+    }
+    # Counted beside any row: without one there is nothing to count.
+    found = ScheduledCredential.objects.annotate(**counts).values_list(*counts)[:1]
+    return list(found[0]) if found else [0] * days
+
+
+class _BoundedCount(Subquery):
+    """The number of rows of a query that has a limit."""
+
+    template = "(SELECT COUNT(*) FROM (%(subquery)s) counted)"
+    output_field = IntegerField()
+
+
+def start_of_day(day: date) -> datetime:
+    return datetime.combine(day, time(), UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Blackout:
+    """A period of a calendar in which no scheduled rotation begins."""
+
+    calendar: str
+    begins_at: datetime
+    ends_at: datetime
+    why: str
+
+
+def list_blackouts(since: datetime, until: datetime) -> list[Blackout]:
+    """List the blackouts between these times, of the first MAX_CALENDARS calendars."""
+    periods = [
+        Blackout(
+            row.name, datetime.fromisoformat(each["begins_at"]), datetime.fromisoformat(each["ends_at"]), each["why"]
+        )
+        for row in BlackoutCalendar.objects.order_by("name")[:MAX_CALENDARS]
+        for each in row.periods
+    ]
+    return [period for period in periods if period.begins_at < until and period.ends_at > since]
 
 
 def find_next(credential_id: str, now: datetime) -> ScheduledDate | None:

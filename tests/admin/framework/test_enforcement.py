@@ -70,6 +70,8 @@ ANY_ROLE = frozenset(P)
 RECIPIENT = "3p7bfXt9wbTTW2HC7OQ1Nz-DQ8hbeGdNrfx-FG-IK08"
 """An X25519 public key."""
 
+_APPROVING = frozenset({P.ISSUANCE_APPROVE, P.ROTATIONS_APPROVE, P.OPERATORS_APPROVE, P.RECIPIENTS_APPROVE})
+
 MATRIX: dict[str, frozenset[P]] = {
     "index": ANY_ROLE,
     "search": ANY_ROLE,
@@ -80,6 +82,8 @@ MATRIX: dict[str, frozenset[P]] = {
     "add_passkey": ANY_ROLE,
     "recovery_codes": ANY_ROLE,
     "remove_second_factor": ANY_ROLE,
+    "approvals": _APPROVING,
+    "approvals_review": _APPROVING,
     "choices_merchants": frozenset({P.MERCHANTS_READ}),
     "choices_credentials": frozenset({P.KEYS_READ}),
     "choices_calendars": frozenset({P.ROTATIONS_READ}),

@@ -11,6 +11,7 @@ from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
+from keyvault.admin.framework import step_up
 from keyvault.domain.keys import KeyState
 from keyvault.models import AuditEntry, Key
 from keyvault.services.keys.lifecycle import get_key, report_compromise
@@ -111,7 +112,7 @@ def test_leak_desk_requires_a_recent_second_factor(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     client = browser(desk.responder)
     preview = paste(client, key.key_id)
-    with mock.patch.object(incidents, "is_step_up_due", return_value=True):
+    with mock.patch.object(step_up, "is_step_up_due", return_value=True):
         answer = confirm(client, preview)
     assert answer.status_code == 403
     assert "Confirm with your second factor" in text_of(answer)
