@@ -72,7 +72,7 @@ from keyvault.admin.merchants.webhooks import WebhookEndpointAdmin
 from keyvault.admin.operators.operator_changes import OperatorChangeAdmin
 from keyvault.admin.operators.operators import OperatorAdmin
 from keyvault.admin.operators.sessions import ConsoleSessionAdmin
-from keyvault.admin.oversight import approvals, audit_export, refusals
+from keyvault.admin.oversight import approvals, audit_export, health, refusals
 from keyvault.admin.oversight.audit import AuditEntryAdmin
 from keyvault.admin.oversight.break_glass import BreakGlassAdmin
 from keyvault.admin.oversight.inbox import NoticeAdmin
@@ -155,6 +155,7 @@ class ConsoleSite(AdminSite):
             *(MERCHANT_CHOICES, CREDENTIAL_CHOICES),
             *approvals.PAGES,
             *refusals.PAGES,
+            *health.PAGES,
             *audit_export.PAGES,
         ]
         self._overview_parts: list[FindPart] = []

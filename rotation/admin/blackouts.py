@@ -77,7 +77,7 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
     def count(self, row: BlackoutCalendar) -> int:
         return len(row.periods)
 
-    @admin.display(description="next start (UTC)")
+    @admin.display(description="next start")
     def next_begin(self, row: BlackoutCalendar) -> SafeString:
         now = datetime.now(UTC)
         ahead = (at for at, _ in _read(row) if at > now)
@@ -94,7 +94,12 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: BlackoutCalendar) -> Detail:
         now = datetime.now(UTC)
         periods = [
-            [moment(begins_at), moment(ends_at), each["why"] or NOTHING, "over" if ends_at <= now else ""]
+            [
+                f"{begins_at:%Y-%m-%d %H:%M}",
+                f"{ends_at:%Y-%m-%d %H:%M}",
+                each["why"] or NOTHING,
+                "over" if ends_at <= now else "ahead" if begins_at > now else "now",
+            ]
             for each, (begins_at, ends_at) in zip(row.periods, _read(row), strict=True)
         ]
         seen = row.schedules.filter(schedules_in_scope(operator_of(request).scope))
@@ -112,7 +117,7 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
             title=row.name,
             state="",
             sections=[
-                Table("Periods", ["begins (UTC)", "ends (UTC)", "reason", ""], periods),
+                Table("Periods", ["begins (UTC)", "ends (UTC)", "reason", "state"], periods),
                 Table(f"Schedules that use this calendar{more}", ["for", "state"], using),
             ],
         )

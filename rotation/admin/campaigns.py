@@ -8,9 +8,7 @@ from django import forms
 from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest
-from django.urls import reverse
 from django.utils.html import format_html
-from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -32,33 +30,45 @@ from keyvault.admin.framework.actions import (
 )
 from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.components import Columns, Fold
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import (
     ApproveStoredForm,
     approvals_table,
     approve_action,
+    is_requester,
     reject_action,
     requester_column,
     requester_name,
     submitted,
-    undecided_notes,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.scoping import names_in_scope
 from keyvault.admin.framework.widgets import (
-    NOTHING,
     Change,
     Detail,
     FactTable,
     Line,
-    Table,
+    Link,
     badge,
     counted,
-    link,
-    moment,
+    identifier,
     mono,
 )
 from keyvault.domain.environments import Environment
+from rotation.admin.campaign_sections import (
+    DEFAULT_PACE,
+    IN_BANNER,
+    banner_of,
+    count_members,
+    format_left_out,
+    format_pace,
+    members_table,
+    plan_card,
+    progress_card,
+    progress_tiles,
+    times_facts,
+)
 from rotation.admin.plan_fields import (
     SHARED_GROUP,
     PlanForm,
@@ -67,9 +77,9 @@ from rotation.admin.plan_fields import (
     overrides_in,
     show_override,
 )
-from rotation.domain.pacing import MAX_CONCURRENCY, MAX_PER_MINUTE, START_WITHIN, Pace
+from rotation.domain.pacing import MAX_CONCURRENCY, MAX_PER_MINUTE, Pace
 from rotation.domain.plan_fields import FIELDS, SHARED_FIELDS, PlanOverrides
-from rotation.models import Campaign, CampaignMember, CampaignState
+from rotation.models import Campaign, CampaignState
 from rotation.services.campaigns.campaigns import (
     approve_campaign,
     cancel_campaign,
@@ -79,15 +89,12 @@ from rotation.services.campaigns.campaigns import (
     resume_campaign,
     scope_of,
 )
-from rotation.services.campaigns.reports import describe_campaign, list_failed_first
+from rotation.services.campaigns.reports import describe_campaign
 
 C = CampaignState
 
-_MAX_MEMBERS = 200
 _REFRESH_SECONDS = 10
 """Refresh interval of a running campaign's page, in seconds."""
-
-_DEFAULT_PACE = Pace()
 
 
 class CampaignForm(PlanForm):
@@ -106,26 +113,26 @@ class CampaignForm(PlanForm):
     per_minute = forms.IntegerField(
         min_value=1,
         max_value=MAX_PER_MINUTE,
-        initial=_DEFAULT_PACE.per_minute,
+        initial=DEFAULT_PACE.per_minute,
         label="Rotations started per minute",
         help_text="Maximum in any 60 seconds.",
     )
     concurrency = forms.IntegerField(
         min_value=1,
         max_value=MAX_CONCURRENCY,
-        initial=_DEFAULT_PACE.concurrency,
+        initial=DEFAULT_PACE.concurrency,
         label="Unproved at a time",
         help_text="A rotation counts from its start until its replacement is proved in use. The quiet period and the "
         "quarantine do not count.",
     )
     halt_on_stall = forms.BooleanField(
-        required=False, initial=_DEFAULT_PACE.halt_on_stall, label="Halt when a rotation stalls"
+        required=False, initial=DEFAULT_PACE.halt_on_stall, label="Halt when a rotation stalls"
     )
     halt_at_failed_percent = forms.IntegerField(
         required=False,
         min_value=0,
         max_value=100,
-        initial=_DEFAULT_PACE.halt_at_failed_percent,
+        initial=DEFAULT_PACE.halt_at_failed_percent,
         label="Halt above this failure percentage",
         help_text="Share of failed and stalled rotations among those with a result. Empty: never halt.",
     )
@@ -157,7 +164,7 @@ def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
         ),
         reason=cleaned["reason"],
     )
-    count = counted(_count_members(campaign), "credential")
+    count = counted(count_members(campaign), "credential")
     return submitted(
         campaign,
         is_undecided=_is_undecided(campaign),
@@ -193,7 +200,7 @@ class CampaignAdmin(ConsoleModelAdmin):
             P.ROTATIONS_APPROVE,
             approve_campaign,
             explain=lambda row: (
-                f"You approve exactly {counted(_count_members(row), 'credential')}, listed on the page of the "
+                f"You approve exactly {counted(count_members(row), 'credential')}, listed on the page of the "
                 "campaign, with the plan and pace below."
             ),
             approved="Approved. The worker starts at the approved pace.",
@@ -249,11 +256,11 @@ class CampaignAdmin(ConsoleModelAdmin):
     state_badge = badge_column("state", "state")
     environment_badge = badge_column("environment", "environment")
     requested_by = requester_column
-    created = moment_column("requested (UTC)", "created_at")
+    created = moment_column("requested", "created_at")
 
     @admin.display(description="credentials")
     def credentials(self, row: Campaign) -> int:
-        return _count_members(row)
+        return count_members(row)
 
     def name_of(self, row: Campaign) -> str:
         return f"{row.environment} · {row.reason[:60]}"
@@ -277,13 +284,13 @@ class CampaignAdmin(ConsoleModelAdmin):
             "Request",
             [
                 ("Environment", badge(row.environment)),
-                ("Credentials", _count_members(row)),
+                ("Credentials", count_members(row)),
                 ("Merchants", "all" if merchants is None else ", ".join(merchants)),
                 ("Minimum key age", "any age" if days is None else f"{days} days"),
-                ("Excluded", _left_out(row)),
+                ("Excluded", format_left_out(row)),
                 ("Reason", row.reason),
                 *_plan(row),
-                ("Pace", _format_pace(pace)),
+                ("Pace", format_pace(pace)),
                 ("Digest of the request and the credentials (SHA-256)", mono(row.plan_digest)),
                 ("Requested by", requester_name(row)),
             ],
@@ -291,14 +298,20 @@ class CampaignAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Campaign) -> Detail:
         report: Any = describe_campaign(row, datetime.now(UTC))
+        offered = self.offered_actions(request, row)
+        buttons = [Link(each.label, self.url_of(row, each.name)) for each in offered if each.name in IN_BANNER]
         return Detail(
-            title=self.name_of(row),
+            title=row.reason,
             state=row.state,
-            notes=list(_notes(request, row, report)),
+            lead=format_html("{} · requested by {} · {}", badge(row.environment), requester_name(row), identifier(row)),
+            offered=offered,
+            banner=banner_of(row, report, is_own=is_requester(request, row), buttons=buttons),
             sections=[
-                FactTable("Progress", list(_progress(row, report))),
-                _members(row),
-                self.summary(row),
+                progress_card(row, report),
+                *([progress_tiles(report)] if row.began_at is not None else []),
+                members_table(row),
+                Columns([plan_card(row), times_facts(row, report)], are_even=True),
+                Fold("Request, as approved", [self.summary(row)], "every value that the digest covers"),
                 approvals_table(row),
             ],
             refresh_seconds=_REFRESH_SECONDS if row.state == C.RUNNING else None,
@@ -307,9 +320,9 @@ class CampaignAdmin(ConsoleModelAdmin):
     def changes(self, row: Campaign) -> Iterable[Change]:
         merchants, pace = row.selection["merchants"], Pace.from_json(row.pace)
         whose = "every merchant" if merchants is None else f"{counted(len(merchants), 'merchant')}"
-        selected = f"{counted(_count_members(row), 'private key')} of {whose} in {row.environment}"
+        selected = f"{counted(count_members(row), 'private key')} of {whose} in {row.environment}"
         yield Change("Keys", selected, "each replaced, and revoked once its replacement is proved in use")
-        yield Change("Pace", _format_pace(_DEFAULT_PACE), _format_pace(pace), is_unusual=pace != _DEFAULT_PACE)
+        yield Change("Pace", format_pace(DEFAULT_PACE), format_pace(pace), is_unusual=pace != DEFAULT_PACE)
         yield from chosen_changes(PlanOverrides.from_json(row.overrides), Environment(row.environment))
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
@@ -331,109 +344,9 @@ class CampaignAdmin(ConsoleModelAdmin):
         return Line(self.url_of(row), self.name_of(row), detail, row.created_at)
 
 
-def _count_members(row: Campaign) -> int:
-    """Return the stored number, so that a list counts no rows."""
-    return int(row.selection["count"])
-
-
-def _format_pace(pace: Pace) -> str:
-    share = pace.halt_at_failed_percent
-    halts = [
-        *(["at the first stall"] if pace.halt_on_stall else []),
-        *([] if share is None else [f"above {share} % failed"]),
-    ]
-    return (
-        f"at most {pace.per_minute} per minute, {pace.concurrency} unproved at a time; "
-        f"halts {' or '.join(halts) or 'never'}"
-    )
-
-
-def _left_out(row: Campaign) -> str:
-    counts = row.selection["left_out"]
-    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items()) or NOTHING
-
-
 def _plan(row: Campaign) -> Iterable[tuple[str, Any]]:
     """Yield the chosen values and the defaults."""
     overrides, environment = PlanOverrides.from_json(row.overrides), Environment(row.environment)
     for name, field in FIELDS.items():
         if name != "reason" and (field.is_shared or name in row.overrides):
             yield field.label, show_override(field, getattr(overrides, name), environment)
-
-
-def _notes(request: HttpRequest, row: Campaign, report: Any) -> Iterable[str]:
-    """Yield the state of the campaign and what the operator can do."""
-    waiting = report["progress"]["waiting"]
-    if row.state == C.AWAITING_APPROVAL:
-        yield from undecided_notes(request, row)
-    elif row.state == C.HALTED:
-        yield (
-            f"Halted: {row.why}. No more rotations start; rotations in progress continue, and the old keys of stalled "
-            "rotations still work. Check the rotations at the top of the list, then resume or cancel the campaign."
-        )
-    elif row.state == C.PAUSED:
-        yield f"Paused{': ' + row.why if row.why else ''}. No more rotations start until an operator resumes it."
-    elif row.state in {C.CANCELLED, C.EXPIRED, C.REJECTED}:
-        why = f" ({row.why})" if row.why else ""
-        yield f"Closed{why}. {counted(waiting, 'credential')} will not be rotated; rotations in progress continue."
-    if row.state in {C.RUNNING, C.PAUSED, C.HALTED} and waiting and row.began_at is not None:
-        yield f"Rotations not started by {row.began_at + START_WITHIN:%Y-%m-%d %H:%M} UTC are not started."
-
-
-def _progress(row: Campaign, report: Any) -> Iterable[tuple[str, Any]]:
-    count = report["progress"]
-    yield "Replacement proved in use", _bar(count["proved"], count["members"])
-    ended = count["completed"] + count["failed"] + count["stalled"] + count["skipped"]
-    yield "Ended: completed, failed, stalled or skipped", _bar(ended, count["members"])
-    yield "Not started", count["waiting"]
-    yield "Started, not proved yet", count["unproved"]
-    yield "Proved, old key not retired yet", count["proved"] - count["completed"]
-    yield "Completed", count["completed"]
-    yield "Stalled", count["stalled"]
-    yield "Failed: canceled or rolled back", count["failed"]
-    yield "Skipped: no longer matching when due", count["skipped"]
-    if row.state == C.RUNNING:
-        yield "Started in the last minute", report["begun_in_last_minute"]
-    if report["all_begun_at"] is not None:
-        yield "Earliest time when all have started", moment(datetime.fromisoformat(report["all_begun_at"]))
-    requests = report["requests"]
-    yield "Requests with the replacements", requests["allowed"]
-    yield "Requests refused with suspended keys", requests["refused"]
-    yield "Approved and started", moment(row.began_at, missing="not yet")
-    if row.closed_at is not None:
-        yield "Closed", moment(row.closed_at)
-
-
-def _bar(done: int, total: int) -> SafeString:
-    """Render a progress bar with the same information as text."""
-    return format_html(
-        '<progress class="bar" max="{}" value="{}"></progress> <span class="bar-text">{} of {} ({} %)</span>',
-        max(total, 1),
-        done,
-        done,
-        total,
-        100 * done // max(total, 1),
-    )
-
-
-def _members(row: Campaign) -> Table:
-    """Return the credentials, failed and stalled ones first."""
-    total = _count_members(row)
-    found = list_failed_first(row, _MAX_MEMBERS)
-    more = "" if total <= len(found) else f", first {len(found)} of {total}"
-    return Table(
-        f"Credentials, failed and stalled first{more}",
-        ["account", "credential", "state", "rotation", "reason", "since (UTC)"],
-        [_member(row, member) for member in found],
-    )
-
-
-def _member(row: Campaign, member: CampaignMember) -> list[Any]:
-    credential, rotation = member.credential, member.rotation
-    shown = link(reverse("admin:keyvault_credential_change", args=[credential.pk]), credential.label)
-    if rotation is None:
-        state = member.outcome or ("waiting" if row.closed_at is None else "not_begun")
-        return [str(credential.account), shown, badge(state), NOTHING, member.why or NOTHING, NOTHING]
-    its_page = link(reverse("admin:rotation_rotation_change", args=[rotation.pk]), mono(rotation))
-    why = rotation.why or NOTHING
-    return [str(credential.account), shown, badge(rotation.state), its_page, why, moment(rotation.entered_at)]

@@ -94,10 +94,10 @@ class RetirementAdmin(ConsoleModelAdmin):
             "approver",
         )
 
-    retired_at = moment_column("date (UTC)", "retire_at")
+    retired_at = moment_column("date", "retire_at")
     state_badge = badge_column("state", _state)
     requested_by = requester_column
-    created = moment_column("requested (UTC)", "created_at")
+    created = moment_column("requested", "created_at")
 
     @admin.display(ordering="rotation__credential__account__merchant_id")
     def account(self, row: Retirement) -> str:

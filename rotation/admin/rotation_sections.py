@@ -346,7 +346,7 @@ def retirements_table(row: Rotation) -> Table:
     """Return the requested dates; the newest approved date applies."""
     return Table(
         "Requested retirement dates of the old public key",
-        ["date (UTC)", "requested by", "requested (UTC)", "approved by", "approved (UTC)"],
+        ["date", "requested by", "requested", "approved by", "approved"],
         [
             [
                 link(reverse("admin:rotation_retirement_change", args=[each.pk]), f"{each.retire_at:%Y-%m-%d %H:%M}"),
@@ -368,7 +368,7 @@ def awaited_table(awaited: Sequence[AwaitedSource]) -> Table:
         title = f"{title}: latest {MAX_AWAITED} of {len(awaited)}"
     return Table(
         title,
-        ["source", "last use (UTC)", "until (UTC)"],
+        ["source", "last use", "until"],
         [
             [
                 mono(source.name),
@@ -383,7 +383,7 @@ def awaited_table(awaited: Sequence[AwaitedSource]) -> Table:
 def evidence_table(recorded: Sequence[Evidence]) -> Table:
     return Table(
         "Evidence",
-        ["kind", "when (UTC)", "observation"],
+        ["kind", "when", "observation"],
         [[badge(item.kind), moment(item.created_at), mono(json.dumps(item.seen, sort_keys=True))] for item in recorded],
     )
 
@@ -391,7 +391,7 @@ def evidence_table(recorded: Sequence[Evidence]) -> Table:
 def ledger_table(row: Rotation) -> Table:
     return Table(
         "Side effects",
-        ["step", "key", "state", "started (UTC)", "finished (UTC)", "result"],
+        ["step", "key", "state", "started", "finished", "result"],
         [
             [
                 badge(entry.step),

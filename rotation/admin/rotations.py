@@ -192,7 +192,7 @@ class RotationAdmin(ConsoleModelAdmin):
         return badge(row.state)
 
     requested_by = requester_column
-    created = moment_column("requested (UTC)", "created_at")
+    created = moment_column("requested", "created_at")
 
     def name_of(self, row: Rotation) -> str:
         return f"{row.credential.account} · {row.credential.label}"
@@ -353,7 +353,7 @@ class RotationAdmin(ConsoleModelAdmin):
         rotations = self.get_queryset(request).filter(credential=credential).order_by("-created_at")[:20]
         table = Table(
             "Rotations",
-            ["rotation", "state", "old key", "replacement", "requested (UTC)"],
+            ["rotation", "state", "old key", "replacement", "requested"],
             [
                 [
                     link(self.url_of(item), item),

@@ -220,12 +220,12 @@ def _links(query: _Query, after: DatePosition | None) -> Iterable[Link]:
     if after is not None:
         yield Link("Later dates", query.url_with(after=write_position(after), **when))
     if when:
-        yield Link("Today", query.url_with())
+        yield Link("Show the next dates", query.url_with())
     for env in (None, *(each.value for each in Environment)):
         if env != query.environment:
-            yield Link(env or "both environments", query.url_with(environment=env, **when))
+            yield Link(f"Show {env or 'both environments'}", query.url_with(environment=env, **when))
     if query.merchant is not None:
-        yield Link("all merchants", query.url_with(merchant=None, **when))
+        yield Link("Show all merchants", query.url_with(merchant=None, **when))
 
 
 def date_tables(dates: list[ScheduledDate], day: date | None) -> Iterable[Table]:

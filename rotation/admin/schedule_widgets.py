@@ -43,7 +43,7 @@ def rotations_table(title: str, rotations: Any, which: str) -> Table:
     latest = rotations.select_related("credential__account").order_by("-created_at")[:_MAX_ROTATIONS]
     return Table(
         title,
-        ["rotation", "state", "credential", "requested (UTC)"],
+        ["rotation", "state", "credential", "requested"],
         [
             [
                 link(reverse("admin:rotation_rotation_change", args=[item.pk]), mono(item)),

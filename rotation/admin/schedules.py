@@ -201,7 +201,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         found = row.standing_approvals.select_related("requester").order_by("-created_at")[:_MAX_APPROVALS]
         yield Table(
             "Standing approvals",
-            ["id", "state", "expires (UTC)", "requested by", "reason"],
+            ["id", "state", "expires", "requested by", "reason"],
             [
                 [
                     link(reverse("admin:rotation_standingapproval_change", args=[item.pk]), mono(item)),

@@ -165,9 +165,9 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
         )
 
     state_badge = badge_column("state", approval_state, ordering="state")
-    expires = moment_column("expires (UTC)", "expires_at")
+    expires = moment_column("expires", "expires_at")
     requested_by = requester_column
-    created = moment_column("requested (UTC)", "created_at")
+    created = moment_column("requested", "created_at")
 
     @admin.display(description="for")
     def scope(self, row: StandingApproval) -> str:

@@ -49,6 +49,38 @@ class Meter(Component):
         return {**super().context(), "percent": f"{100 * part:.1f}"}
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of a whole; `color` as for a series of a chart, and 6 for what has not begun."""
+
+    label: str
+    count: int
+    color: int
+
+
+@dataclass(frozen=True)
+class Shares(Component):
+    """A bar that shows the parts of a whole side by side, with their numbers below. Parts without a count are left out.
+
+    Args:
+        title: for screen readers.
+    """
+
+    title: str
+    shares: Sequence[Share]
+
+    template_name = "console/component_shares.html"
+
+    def context(self) -> dict[str, Any]:
+        shown = [share for share in self.shares if share.count]
+        total = sum(share.count for share in shown)
+        bars, place = [], 0
+        for share in shown:
+            bars.append((f"{100 * place / total:.2f}", f"{100 * share.count / total:.2f}", share.color))
+            place += share.count
+        return {"title": self.title, "bars": bars, "shown": shown}
+
+
 @dataclass(frozen=True)
 class Segments(Component):
     """A short row of segments for a table, one for each step; `steps` as for the stepper."""

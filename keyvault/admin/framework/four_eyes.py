@@ -144,7 +144,7 @@ def approvals_table(row: Any) -> Table:
     fetch_approvals(row)
     return Table(
         f"Approvals ({row.approvals_needed} required)",
-        ["approver", "approved (UTC)", "digest"],
+        ["approver", "approved", "digest"],
         [[item.approver.username, moment(item.created_at), mono(item.plan_digest)] for item in row.approvals.all()],
         empty="No approvals yet." if row.approvals_needed else "No approval is required in this environment.",
     )

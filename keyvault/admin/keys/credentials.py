@@ -117,7 +117,7 @@ class CredentialAdmin(ConsoleModelAdmin):
     def key_states(self, credential: Credential) -> SafeString | str:
         return format_html_join(" ", "{}", ((badge(key.state),) for key in credential.keys.all())) or NOTHING
 
-    created = moment_column("created (UTC)", "created_at")
+    created = moment_column("created", "created_at")
 
     def account_of(self, row: Credential) -> Account:
         return row.account

@@ -29,7 +29,7 @@ def exposure_tables(key: Key) -> Iterable[Table]:
     if found:
         yield Table(
             "Suspected exposures",
-            ["type", "source", "user agent", "endpoint", "uses", "last seen (UTC)"],
+            ["type", "source", "user agent", "endpoint", "uses", "last seen"],
             [
                 [
                     badge(use.context.outcome),

@@ -244,7 +244,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
 
     state_badge = badge_column("state", "state")
     requested_by = requester_column
-    created = moment_column("requested (UTC)", "created_at")
+    created = moment_column("requested", "created_at")
 
     def name_of(self, row: IssuanceRequest) -> str:
         return f"{row.account} · {row.label}"
@@ -334,11 +334,11 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
 
     def changes(self, row: IssuanceRequest) -> Iterable[Change]:
         is_shown = row.delivery == Delivery.SHOW_ONCE and row.account_environment == Environment.PRODUCTION
-        credential = f"{row.label}, new" if row.credential is None else row.label
-        expiry = f"{counted(row.expires_in_days, 'day')} after it is issued" if row.expires_in_days else "never"
-        yield Change("Credential", NOTHING, f"{credential}, of {row.account}")
-        yield Change(f"Usable {row.kind} key", NOTHING, "one")
-        yield Change("Expiry of the key", NOTHING, expiry)
+        expires = f"expires {counted(row.expires_in_days, 'day')} after it is issued" if row.expires_in_days else ""
+        yield Change(f"{row.kind} key".capitalize(), NOTHING, f"one, which {expires or 'does not expire'}")
+        yield Change(
+            "Credential", NOTHING, f"{row.label}, new in {row.account}" if row.credential is None else row.label
+        )
         yield Change("Delivery", NOTHING, DELIVERIES[Delivery(row.delivery)], is_unusual=is_shown)
 
     def _pending(self, request: HttpRequest) -> QuerySet[Any]:

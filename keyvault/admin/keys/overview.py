@@ -1,16 +1,12 @@
 """The overview: what needs the operator, the numbers of the last day, and the state of the system. Eight queries."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
-from time import monotonic
 from typing import Any
 
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils.html import format_html
-from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.charts import Series, StackedChart, Tick
@@ -18,14 +14,11 @@ from keyvault.admin.framework.components import Card, EmptyState, Meter, Tile
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.overview import format_bounded, format_number, format_share
 from keyvault.admin.framework.shown_environment import environment_of, shown_scope
-from keyvault.admin.framework.widgets import counted, duration, link
-from keyvault.backends.base import Health
-from keyvault.domain.errors import KeyvaultError
+from keyvault.admin.framework.widgets import link
+from keyvault.admin.oversight.health import describe_system
 from keyvault.domain.keys import KeyState
 from keyvault.models import Key, Refusal
 from keyvault.models.usage import UseOutcome
-from keyvault.services.secrets.backend import secret_backend
-from keyvault.services.startup.system_health import Seen, find_system_health
 from keyvault.services.usage.totals import SLOT, read_totals, start_of_slot
 
 REFRESH_SECONDS = 5
@@ -40,7 +33,6 @@ MAX_DENIALS = 5_000
 _MAX_CODES = 6
 _DAY = timedelta(days=1)
 _SLOTS = int(_DAY / SLOT)
-_BACKEND_SECONDS = 15
 
 _NOT_USED = EmptyState("No verifications in the last 24 hours", "Each use of a key is counted here within a minute.")
 
@@ -57,7 +49,7 @@ def overview_context(request: HttpRequest) -> dict[str, Any]:
     if may(request, P.VERDICTS_EXPLAIN):
         context["denials"] = _denials(request, now)
     if is_installation:
-        context["system"] = _system_rows(request, now)
+        context["system"] = describe_system(now)
     return context
 
 
@@ -145,74 +137,3 @@ def _denials(request: HttpRequest, now: datetime) -> dict[str, Any]:
 
 def _tone(code: str) -> str:
     return "wait" if code == "rate_limited" else "bad"
-
-
-# --- the system ---------------------------------------------------------------------------------------------
-
-
-def _system_rows(request: HttpRequest, now: datetime) -> list[tuple[str, SafeString]]:
-    health = find_system_health(now)
-    backend = _backend_health(int(monotonic() / _BACKEND_SECONDS))
-    signed_at = health.signed_at
-    return [
-        ("Secret backend", _state("ready" if backend.ready else backend.detail, "good" if backend.ready else "bad")),
-        ("Verifiers", _describe_verifiers(health.verifiers, now)),
-        ("Workers and scheduler", _describe_processes(health.processes, now)),
-        (
-            "Audit chain",
-            _state("not signed yet", "wait")
-            if signed_at is None
-            else _state(_describe_signed(now - signed_at), "good"),
-        ),
-        (
-            "Webhook delivery",
-            _state("no endpoint failing", "good")
-            if not health.failing_endpoints
-            else _state(counted(health.failing_endpoints, "endpoint") + " failing", "wait"),
-        ),
-    ]
-
-
-@lru_cache(maxsize=1)
-def _backend_health(period: int) -> Health:
-    """Return the health of the secret backend, asked once per period."""
-    try:
-        return secret_backend().health()
-    except KeyvaultError as error:
-        return Health(ready=False, detail=error.detail)
-
-
-def _describe_verifiers(verifiers: Sequence[Seen], now: datetime) -> SafeString:
-    if not verifiers:
-        return _state("none; the database answers", "dim")
-    current = [each for each in verifiers if each.is_current]
-    oldest = min((each.seen_at for each in current), default=None)
-    is_late = oldest is not None and now - oldest >= timedelta(minutes=1)
-    behind = f", seen {duration(now - oldest)} ago" if oldest is not None and is_late else ""
-    tone = "good" if len(current) == len(verifiers) else "bad" if not current else "wait"
-    return _state(f"{len(current)} of {len(verifiers)} current{behind}", tone)
-
-
-def _describe_processes(processes: Sequence[Seen], now: datetime) -> SafeString:
-    kinds: Mapping[str, list[Seen]] = {
-        kind: [each for each in processes if each.name.startswith(f"{kind} ")] for kind in ("worker", "beat")
-    }
-    missing = [
-        name
-        for kind, name in (("worker", "worker"), ("beat", "scheduler"))
-        if not any(each.is_current for each in kinds[kind])
-    ]
-    if missing:
-        last = max((each.seen_at for each in processes), default=None)
-        when = "" if last is None else f", last seen {duration(now - last)} ago"
-        return _state(f"no {' and no '.join(missing)} runs{when}", "bad")
-    lost = sum(not each.is_current for each in processes)
-    return _state("running" if not lost else f"running, {lost} lost", "good" if not lost else "wait")
-
-
-def _state(text: str, tone: str) -> SafeString:
-    return format_html('<span class="badge badge-{}">{}</span>', tone, text)
-
-
-def _describe_signed(age: timedelta) -> str:
-    return "signed just now" if age < timedelta(minutes=1) else f"signed {duration(age)} ago"

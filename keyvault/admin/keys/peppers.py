@@ -44,11 +44,11 @@ class PepperVersionAdmin(ConsoleModelAdmin):
     def stage(self, row: PepperVersion) -> SafeString:
         return badge(_stage(row))
 
-    @admin.display(description="used for digests from (UTC)", ordering="hashes_from_at")
+    @admin.display(description="used for digests from", ordering="hashes_from_at")
     def since(self, row: PepperVersion) -> SafeString:
         return moment(row.hashes_from_at, missing=_missing(row.number))
 
-    made_at = moment_column("created (UTC)", "created_at")
+    made_at = moment_column("created", "created_at")
 
     def summary(self, row: PepperVersion) -> FactTable:
         return FactTable("Pepper version", [("Set", row.pepper_set), ("Version", row.number)])

@@ -82,8 +82,8 @@ class RecipientKeyAdmin(ConsoleModelAdmin):
         return super().get_queryset(request).select_related("account__merchant", "credential__account", "key")
 
     state_badge = badge_column("state", _state)
-    applies = moment_column("applies (UTC)", "applies_at")
-    created = moment_column("set (UTC)", "created_at")
+    applies = moment_column("applies", "applies_at")
+    created = moment_column("set", "created_at")
 
     def account_of(self, row: RecipientKey) -> Account:
         return row.account

@@ -166,7 +166,7 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
         return super().get_queryset(request).select_related("creator")
 
     state_badge = badge_column("state", token_state)
-    expires = moment_column("expires (UTC)", "expires_at")
+    expires = moment_column("expires", "expires_at")
 
     @admin.display(description="environments", ordering="scope")
     def environments_text(self, token: ServiceToken) -> str:

@@ -51,7 +51,7 @@ def use_tables(key: Key) -> Iterable[Table]:
         title,
         [
             *("source", "user agent", *(["origin"] if has_pages else []), "endpoint", "outcome", "uses"),
-            *("first seen (UTC)", "last seen (UTC)"),
+            *("first seen", "last seen"),
         ],
         [
             [
@@ -88,7 +88,7 @@ def _versions(key: Key, has_more: bool) -> Iterable[Table]:
     if versions:
         yield Table(
             title,
-            ["origin", "user agent", "sources", "uses", "first seen (UTC)", "last seen (UTC)"],
+            ["origin", "user agent", "sources", "uses", "first seen", "last seen"],
             [
                 [
                     version.origin or NOTHING,
@@ -108,7 +108,7 @@ def _networks(key: Key, has_more: bool) -> Iterable[Table]:
     if networks:
         yield Table(
             title,
-            ["network", "sources", "uses", "first seen (UTC)", "last seen (UTC)"],
+            ["network", "sources", "uses", "first seen", "last seen"],
             [
                 [
                     mono(network.network),

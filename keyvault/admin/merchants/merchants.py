@@ -175,7 +175,7 @@ class MerchantAdmin(ConsoleModelAdmin):
     ordering = ("merchant_id",)
 
     status_badge = badge_column("status", "status")
-    created = moment_column("created (UTC)", "created_at")
+    created = moment_column("created", "created_at")
 
     def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:
         """Find a merchant by the beginning of its id or of its name."""

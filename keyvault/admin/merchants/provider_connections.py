@@ -174,7 +174,7 @@ class ProviderConnectionAdmin(AccountRowAdmin):
     ordering = ("-id",)
 
     state_badge = badge_column("state", _state, ordering="removed_at")
-    stored = moment_column("stored (UTC)", "stored_at", missing="not yet")
+    stored = moment_column("stored", "stored_at", missing="not yet")
 
     def summary(self, row: ProviderConnection) -> FactTable:
         return FactTable(
@@ -215,7 +215,7 @@ class ProviderConnectionAdmin(AccountRowAdmin):
             links.append(Link("Set provider connection", url))
         table = Table(
             "Provider connections",
-            ["provider", "mode", "state", "stored (UTC)"],
+            ["provider", "mode", "state", "stored"],
             [
                 [link(self.url_of(each), each.provider), each.mode, badge(_state(each)), self.stored(each)]
                 for each in list_connections(row)

@@ -190,7 +190,7 @@ class WebhookEndpointAdmin(AccountRowAdmin):
     ordering = ("-id",)
 
     state_badge = badge_column("state", _state, ordering="disabled_at")
-    created = moment_column("created (UTC)", "created_at")
+    created = moment_column("created", "created_at")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("breaker")
@@ -234,7 +234,7 @@ class WebhookEndpointAdmin(AccountRowAdmin):
         endpoints = row.webhook_endpoints.select_related("breaker").order_by("created_at")
         table = Table(
             "Webhook endpoints",
-            ["URL", "state", "created (UTC)"],
+            ["URL", "state", "created"],
             [[link(self.url_of(each), each.url), badge(_state(each)), moment(each.created_at)] for each in endpoints],
         )
         return Extras(links=links, sections=[table])
@@ -249,7 +249,7 @@ def _deliveries(request: HttpRequest, endpoint: WebhookEndpoint) -> Table:
     is_linked = may(request, P.NOTICES_READ)
     return Table(
         "Last deliveries",
-        ["event", "created (UTC)", "state", "attempts", "last response", "delivered or next attempt (UTC)"],
+        ["event", "created", "state", "attempts", "last response", "delivered or next attempt"],
         [
             [
                 link(reverse("admin:keyvault_notice_change", args=[row.notice_id]), row.notice.kind)

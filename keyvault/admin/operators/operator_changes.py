@@ -122,7 +122,7 @@ class OperatorChangeAdmin(ConsoleModelAdmin):
         return _WHAT[K(change.kind)]
 
     requested_by = requester_column
-    created = moment_column("requested (UTC)", "created_at")
+    created = moment_column("requested", "created_at")
 
     def name_of(self, row: OperatorChange) -> str:
         return f"{row.operator.username}: {self.what(row)}"

@@ -27,6 +27,7 @@ from keyvault.admin.framework.actions import (
     run_service,
 )
 from keyvault.admin.framework.columns import badge_column, moment_column
+from keyvault.admin.framework.components import Banner, Columns, Fold
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.four_eyes import requester_name
@@ -206,7 +207,7 @@ class OperatorAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("username", "state_badge", "roles_text", "last_sign_in", "created")
+    list_display = ("username", "state_badge", "roles_text", "scope_text", "last_sign_in", "created")
     list_filter = (
         state_filter({"active": Q(is_active=True), "disabled": Q(is_active=False)}),
         state_filter({role.value: Q(groups__name=role) for role in Role}, name="role", title="role"),
@@ -223,8 +224,12 @@ class OperatorAdmin(ConsoleModelAdmin):
     def roles_text(self, operator: Operator) -> str:
         return format_roles(group.name for group in operator.groups.all())
 
-    last_sign_in = moment_column("last sign-in (UTC)", "last_login", missing="never")
-    created = moment_column("created (UTC)", "date_joined")
+    @admin.display(description="scope")
+    def scope_text(self, operator: Operator) -> str:
+        return str(operator.access_scope)
+
+    last_sign_in = moment_column("last sign-in", "last_login", missing="never")
+    created = moment_column("created", "date_joined")
 
     def get_urls(self) -> list[URLPattern]:
         """Add the access review and its export, before the routes of a row."""
@@ -262,19 +267,32 @@ class OperatorAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Operator) -> Detail:
         (access,) = review_access([row], datetime.now(UTC))
-        security = FactTable(
+        notes = list(self._notes(request, row))
+        access_facts = FactTable(
+            "Access", [("Scope", str(row.access_scope)), ("Other operators of this person", format_others(row))]
+        )
+        sign_in = FactTable(
             "Sign-in",
             [
-                ("Second factor", "yes" if access.has_second_factor else "no"),
+                ("Second factor", _second_factor(access)),
                 ("Open sessions", row.sessions.filter(expire_date__gt=datetime.now(UTC)).count()),
-                ("Permissions", ", ".join(sorted(permissions_of(row.roles)) if row.is_active else []) or "none"),
+                ("Last sign-in", moment(row.last_login, missing="never")),
+                ("Created", moment(row.date_joined)),
             ],
         )
+        permissions = sorted(permissions_of(row.roles)) if row.is_active else []
+        listed = FactTable("Permissions", [("Permissions", ", ".join(permissions) or "none")])
         return Detail(
             title=row.username,
             state=operator_state(row),
-            sections=[self.summary(row), security, _roles_table(access), _changes_table(row)],
-            notes=list(self._notes(request, row)),
+            lead=format_roles(row.roles),
+            banner=Banner(notes[0], " ".join(notes[1:]), "wait") if notes else None,
+            sections=[
+                Columns([_roles_table(access), sign_in]),
+                access_facts,
+                _changes_table(row),
+                Fold("Permissions of its roles", [listed], f"{len(permissions)} in total"),
+            ],
         )
 
     def name_of(self, row: Operator) -> str:
@@ -307,16 +325,16 @@ class OperatorAdmin(ConsoleModelAdmin):
             links.append(Link("Next page", f"{here}?page={rows.next_page_number()}"))
         now = datetime.now(UTC)
         lines = [line for access in review_access(rows, now) for line in self._review_lines(access)]
-        columns = ["operator", "state", "scope", "second factor", "last sign-in (UTC)", *_ROLE_COLUMNS]
+        columns = ["operator", "state", "scope", "second factor", "last sign-in", *_ROLE_COLUMNS]
         of_roles = [[_name(role), ", ".join(sorted(ROLE_PERMISSIONS[role]))] for role in Role]
         detail = Detail(
             title="Access review",
             state="",
             sections=[
-                Table(f"Operators (page {rows.number} of {rows.paginator.num_pages})", columns, lines),
-                Table("Permissions of each role", ["role", "permissions"], of_roles),
+                Table("Operators", columns, lines, aside=f"page {rows.number} of {rows.paginator.num_pages}"),
+                Fold("Permissions of each role", [Table("Roles", ["role", "permissions"], of_roles)]),
             ],
-            notes=[_REVIEW_NOTE],
+            lead=_REVIEW_NOTE,
         )
         context = {
             "title": detail.title,
@@ -333,7 +351,7 @@ class OperatorAdmin(ConsoleModelAdmin):
             link(self.url_of(row), row.username),
             badge(operator_state(row)),
             str(row.access_scope),
-            "yes" if access.has_second_factor else "no",
+            _second_factor(access),
             moment(row.last_login, missing="never"),
         ]
         for number, role in enumerate(access.roles or [None]):
@@ -351,7 +369,11 @@ class OperatorAdmin(ConsoleModelAdmin):
         )
 
 
-_ROLE_COLUMNS = ["role", "granted (UTC)", "last used (UTC)", "review"]
+def _second_factor(access: OperatorAccess) -> SafeString:
+    return badge("yes", "good") if access.has_second_factor else badge("none", "wait")
+
+
+_ROLE_COLUMNS = ["role", "granted", "last used", "review"]
 
 
 def _role_cells(role: RoleAccess | None) -> list[Any]:
@@ -381,7 +403,7 @@ def _changes_table(operator: Operator) -> Table:
     changes = OperatorChange.objects.filter(operator=operator).select_related("requester").order_by("-created_at")
     return Table(
         "Latest changes that needed an approval",
-        ["change", "state", "requested by", "requested (UTC)"],
+        ["change", "state", "requested by", "requested"],
         [
             [
                 link(reverse("admin:keyvault_operatorchange_change", args=[change.pk]), mono(change.pk)),

@@ -83,9 +83,9 @@ class ConsoleSessionAdmin(ConsoleModelAdmin):
     def address_text(self, session: ConsoleSession) -> str:
         return session.address or "unknown"
 
-    started = moment_column("started (UTC)", "started_at")
-    last_used = moment_column("last used (UTC)", "last_used_at")
-    ends = moment_column("ends if unused (UTC)", "expire_date")
+    started = moment_column("started", "started_at")
+    last_used = moment_column("last used", "last_used_at")
+    ends = moment_column("ends if unused", "expire_date")
 
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
         here = reverse("admin:keyvault_consolesession_end-others", args=[session_id(request.session.session_key or "")])

@@ -155,6 +155,7 @@ def review_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
         fault = f"You chose {len(chosen)} requests. Approve at most {MAX_TOGETHER} together."
         return _review_page(site, request, [], error=RequestInvalidError(fault, []))
     reviewed = [_review(request, *each) for each in _find_rows(site, request, chosen)]
+    reviewed.sort(key=lambda each: chosen.index(each.choice) if each.choice in chosen else 0)
     if len(reviewed) < len(chosen):
         return _review_page(site, request, [], error=NotFoundError("One of these requests does not exist."))
     if request.method != "POST":

@@ -226,7 +226,7 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     def account(self, entry: AuditEntry) -> str:
         return entry.chain_id.removeprefix(_ACCOUNT)
 
-    when = moment_column("when (UTC)", "at")
+    when = moment_column("when", "at")
 
     @admin.display(description="about")
     def about(self, entry: AuditEntry) -> str:
@@ -316,7 +316,7 @@ def _entries(count: int) -> str:
 
 
 def _checkpoints(found: Sequence[CheckpointStatus]) -> Table:
-    columns = ("scope", "newest", "signed (UTC)", "signer", "unsigned entries", "verification")
+    columns = ("scope", "newest", "signed", "signer", "unsigned entries", "verification")
     rows = [
         (
             badge(status.scope),

@@ -127,7 +127,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
     def operator_name(self, action: BreakGlass) -> str:
         return action.operator.username
 
-    when = moment_column("when (UTC)", "created_at")
+    when = moment_column("when", "created_at")
     review_badge = badge_column("review", _state, ordering="reviewed_at")
 
     def scope_of(self, row: BreakGlass) -> AccessScope:

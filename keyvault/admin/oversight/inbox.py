@@ -112,7 +112,7 @@ class NoticeAdmin(ConsoleModelAdmin):
         return self.rows_in_scope(notices, operator_of(request).scope)
 
     state_badge = badge_column("state", _state)
-    created = moment_column("when (UTC)", "created_at")
+    created = moment_column("when", "created_at")
 
     def merchant(self, notice: Notice) -> str:
         return NOTHING if notice.account is None else str(notice.account.merchant_id)
@@ -200,7 +200,7 @@ def _deliveries(notice: Notice) -> Table:
     rows = notice.deliveries.select_related("endpoint").order_by("pk")
     return Table(
         "Webhook deliveries",
-        ["endpoint", "state", "attempts", "last response", "delivered (UTC)"],
+        ["endpoint", "state", "attempts", "last response", "delivered"],
         [
             [
                 link(reverse("admin:keyvault_webhookendpoint_change", args=[row.endpoint_id]), row.endpoint.url),

@@ -48,7 +48,7 @@ class RefusalAdmin(ConsoleModelAdmin):
             rows = rows.filter(merchant_id__in=scope.merchants)
         return rows if scope == EVERYWHERE else rows.filter(environment__in=scope.environments)
 
-    when = moment_column("when (UTC)", "at")
+    when = moment_column("when", "at")
 
     @admin.display(description="key")
     def key(self, row: Refusal) -> SafeString | str:

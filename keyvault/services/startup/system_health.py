@@ -1,6 +1,6 @@
 """The state of the installation's processes and work, for the console: one query, and no call of another system."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -34,15 +34,21 @@ class SystemHealth:
 
     Args:
         processes: workers and beats.
-        signed_at: when the oldest of the newest audit checkpoints of the served scopes was signed; None: never.
-        failing_endpoints: number of webhook endpoints with late deliveries or disabled after failures, of at most
+        signed: when the newest audit checkpoint of each served scope was signed; None: never.
+        failing_endpoints: ids of webhook endpoints with late deliveries or disabled after failures, of at most
             MAX_ROWS.
     """
 
     verifiers: Sequence[Seen]
     processes: Sequence[Seen]
-    signed_at: datetime | None
-    failing_endpoints: int
+    signed: Mapping[str, datetime | None]
+    failing_endpoints: Set[str]
+
+    @property
+    def signed_at(self) -> datetime | None:
+        """When the oldest of the newest audit checkpoints was signed; None: one scope has none."""
+        times = [at for at in self.signed.values() if at is not None]
+        return min(times) if times and len(times) == len(self.signed) else None
 
 
 def find_system_health(now: datetime) -> SystemHealth:
@@ -69,8 +75,8 @@ def find_system_health(now: datetime) -> SystemHealth:
             if kind == "verifier"
         ],
         processes=[Seen(name, at, at >= now - LOST_AFTER) for kind, name, at, _ in found if kind == "process"],
-        signed_at=min(signed.values()) if scopes and len(signed) == len(scopes) else None,
-        failing_endpoints=len({name for kind, name, _, _ in found if kind == "endpoint"}),
+        signed={scope: signed.get(scope) for scope in scopes},
+        failing_endpoints={name for kind, name, _, _ in found if kind == "endpoint"},
     )
 
 

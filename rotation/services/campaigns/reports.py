@@ -3,7 +3,7 @@
 from collections import Counter
 from datetime import datetime, timedelta
 
-from django.db.models import Count, Q, Sum
+from django.db.models import Count, IntegerField, Q, Sum, Value
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.timestamps import format_timestamp
@@ -73,11 +73,18 @@ def list_failed_first(campaign: Campaign, limit: int) -> list[CampaignMember]:
     states = [Q(rotation__state=S.STALLED), Q(rotation__state__in=FAILED), is_unproved, is_proved]
     groups = [rows.filter(group) for group in states]
     groups.insert(2, rows.filter(outcome=SKIPPED))
-    groups.append(list_waiting(campaign).select_related("credential__account"))
-    found: list[CampaignMember] = []
-    for group in groups:
-        found += group.order_by("pk")[: limit - len(found)]
-    return found
+    groups.append(list_waiting(campaign))
+    # Limited inside, as SQLite requires.
+    parts = [
+        CampaignMember.objects.filter(pk__in=group.order_by("pk").values("pk")[:limit])
+        .order_by()
+        .annotate(place=Value(place, IntegerField()))
+        .values_list("place", "pk")
+        for place, group in enumerate(groups)
+    ]
+    ids = [pk for _, pk in sorted(parts[0].union(*parts[1:], all=True))][:limit]
+    found = rows.in_bulk(ids)
+    return [found[pk] for pk in ids]
 
 
 def _count(campaign: Campaign) -> tuple[dict[str, int], dict[str, int]]:

@@ -84,6 +84,7 @@ MATRIX: dict[str, frozenset[P]] = {
     "remove_second_factor": ANY_ROLE,
     "approvals": _APPROVING,
     "approvals_review": _APPROVING,
+    "health": frozenset({P.KEYS_READ}),
     "choices_merchants": frozenset({P.MERCHANTS_READ}),
     "choices_credentials": frozenset({P.KEYS_READ}),
     "choices_calendars": frozenset({P.ROTATIONS_READ}),

@@ -115,7 +115,7 @@ def test_campaign_rejected_shows_the_requester_the_reason(desk: Desk, clock: Clo
     many(1, clock, PRODUCTION)
     row = asked(clock, environment=PRODUCTION, by=desk.tam)
     assert submit(desk.approver, "reject", row, why="not this week").status_code == 302
-    assert "Closed (not this week). 1 credential will not be rotated" in page_of(desk.tam, row)
+    assert "Closed (not this week).</strong> 1 credential will not be rotated" in page_of(desk.tam, row)
 
 
 def test_campaign_page_shows_progress_and_failed_members_first(desk: Desk, clock: Clock) -> None:
@@ -126,13 +126,9 @@ def test_campaign_page_shows_progress_and_failed_members_first(desk: Desk, clock
     stalled = oldest(row)
     become(stalled, S.STALLED, clock)
     page = page_of(desk.auditor, row)
-    assert '<progress class="bar" max="5" value="1"></progress> <span class="bar-text">1 of 5 (20 %)</span>' in page
-    rows = (
-        page.split("Credentials, failed and stalled first")[-1]
-        .split("<tbody>")[1]
-        .split("</table>")[0]
-        .split("<tr>")[1:]
-    )
+    assert "1 of 5 replacements are proved in use" in page
+    assert 'aria-label="Credentials: 1 proved, old key not retired yet, 1 stalled, ' in page
+    rows = page.split("failed and stalled first")[-1].split("<tbody>")[1].split("</table>")[0].split("<tr>")[1:]
     assert stalled.rotation_id in rows[0]
     assert address("rotation_rotation_change", stalled.pk) in rows[0]
     assert "waiting" in rows[-1]
@@ -147,7 +143,7 @@ def test_campaign_halted_shows_the_remedy_and_resumes_with_a_reason(desk: Desk, 
     become(oldest(row), S.STALLED, clock)
     tick(clock.tick(5))
     page = page_of(desk.tam, row)
-    assert "Halted: a rotation stalled. No more rotations start" in page
+    assert "Halted: a rotation stalled.</strong> No more rotations start" in page
     assert "Halted campaigns" in text_of(browser(desk.tam).get("/admin/"))
     refused = submit(desk.tam, "resume", row, why="")
     assert refused.status_code >= 400
@@ -162,7 +158,7 @@ def test_campaign_paused_and_canceled_by_a_responder(desk: Desk, clock: Clock) -
     row = asked(clock, pace=Pace(per_minute=12))
     tick(clock.tick(5))
     assert submit(desk.responder, "pause", row).status_code == 302
-    assert "Paused. No more rotations start until an operator resumes it." in page_of(desk.responder, row)
+    assert "Paused.</strong> No more rotations start until an operator resumes it." in page_of(desk.responder, row)
     assert submit(desk.responder, "cancel", row).status_code == 302
     page = page_of(desk.responder, row)
     assert "2 credentials will not be rotated; rotations in progress continue." in page
