@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import Exists, OuterRef, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html_join
@@ -40,11 +40,13 @@ from rotation.services.rotations.interventions import approve_retirement
 _MAX_VERSIONS = 10
 
 
-def _is_awaiting_approval(retirement: Retirement) -> bool:
-    """Whether the date can still be approved; a later date supersedes an unapproved one."""
-    is_newest = not retirement.rotation.retirements.filter(pk__gt=retirement.pk).exists()
-    is_open = retirement.rotation.current_state not in CLOSED
-    return retirement.approved_at is None and retirement.retire_at > datetime.now(UTC) and is_newest and is_open
+def _is_awaiting_approval(retirement: Any) -> bool:
+    """Whether the date can still be approved; a later date supersedes an unapproved one.
+
+    `retirement`: a row of the model admin, with `has_newer`.
+    """
+    is_open = retirement.approved_at is None and retirement.rotation.current_state not in CLOSED
+    return is_open and retirement.retire_at > datetime.now(UTC) and not retirement.has_newer
 
 
 def _state(retirement: Retirement) -> str:
@@ -85,7 +87,8 @@ class RetirementAdmin(ConsoleModelAdmin):
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        rows = super().get_queryset(request)
+        newer = Retirement.objects.filter(rotation=OuterRef("rotation"), pk__gt=OuterRef("pk"))
+        rows: QuerySet[Any] = super().get_queryset(request).annotate(has_newer=Exists(newer))
         return rows.select_related(
             "rotation__credential__account__merchant",
             "rotation__predecessor__credential__account",

@@ -1,6 +1,7 @@
 """Export of the signed audit log in the browser, for the auditor's checker, with the public keys that verify it."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from datetime import UTC, date, datetime, time, timedelta
 
 from django import forms
@@ -10,7 +11,7 @@ from django.urls import reverse
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import EVERYWHERE, AccessScope
-from keyvault.admin.framework.enforcement import operator_of
+from keyvault.admin.framework.enforcement import grant_for, operator_of
 from keyvault.admin.framework.menu import ConsolePage
 from keyvault.admin.framework.pages import page
 from keyvault.admin.framework.widgets import Link
@@ -18,7 +19,7 @@ from keyvault.domain.audit_records import ExportRecord, public_keys_text, record
 from keyvault.domain.digests import PEPPER_SET, PepperSet
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
 from keyvault.services.audit.checkpoints import read_public_keys
-from keyvault.services.audit.export import export_log
+from keyvault.services.audit.export import begin_export, export_claimed
 
 _MAX_DAYS = 92
 """Maximum age of the first exported entry, in days. A response must not run for hours."""
@@ -80,15 +81,20 @@ def _form_page(
 
 
 def log_view(site: AdminSite, request: HttpRequest) -> HttpResponse | StreamingHttpResponse:
-    """Stream the log as JSON lines. The last record states how many there are, so that a truncated file is detected."""
+    """Stream the log as JSON lines. The last record states how many there are, so that a truncated file is detected.
+
+    Raises StateConflictError while another export of the operator runs. Each export is in the log.
+    """
     scopes = _require_scopes(request)
     now = datetime.now(UTC)
     form = ExportForm(request.GET if "since" in request.GET else {"since": now.date() - timedelta(days=_DEFAULT_DAYS)})
     if not form.is_valid():
         return _form_page(site, request, form, scopes, 400)
     since = datetime.combine(form.cleaned_data["since"], time(), UTC)
+    names, within = [scope.value for scope in scopes], operator_of(request).scope
+    lease = begin_export(grant_for(request, P.AUDIT_READ, within=within), names, since, within)
     return StreamingHttpResponse(
-        _lines(export_log([scope.value for scope in scopes], since, now)),
+        _lines(export_claimed(lease, names, since, now)),
         content_type="application/x-ndjson",
         headers=_attachment(f"audit-log-{now:%Y-%m-%d}.jsonl"),
     )
@@ -108,9 +114,10 @@ def keys_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
     return HttpResponse(public_keys_text(keys), content_type="application/json", headers=_attachment(name))
 
 
-def _lines(records: Iterator[ExportRecord]) -> Iterator[str]:
-    for record in records:
-        yield f"{record_line(record)}\n"
+def _lines(records: Generator[ExportRecord, None, None]) -> Iterator[str]:
+    with closing(records):
+        for record in records:
+            yield f"{record_line(record)}\n"
 
 
 def _attachment(name: str) -> dict[str, str]:

@@ -1,13 +1,26 @@
 """Export of the audit log for an auditor's machine, in an order that can be verified in one pass."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import datetime
 
+from keyvault.access.decision import Grant
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.audit_records import ChainHead, ExportEnd, ExportRecord, ExportStart
+from keyvault.domain.canonical import JsonValue
 from keyvault.domain.checkpoints import Head, SignedCheckpoint, parse_checkpoint
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import AuditCheckpoint
 from keyvault.services.audit.checkpoints import find_newest, list_checkpoints, read_heads
 from keyvault.services.recording.audit_chain import read_entries
+from keyvault.services.recording.transaction import recorded
+from keyvault.services.work.clock import host_time
+from keyvault.services.work.leases import LEASE, Lease, claim, make_subject, release, renew
+
+_RENEW_AFTER = LEASE / 3
+"""Age of a lease after which an export renews it."""
 
 
 def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> Iterator[ExportRecord]:
@@ -24,6 +37,49 @@ def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> 
             entries += not isinstance(record, SignedCheckpoint | ChainHead)
             yield record
     yield ExportEnd(entries, checkpoints)
+
+
+def begin_export(grant: Grant, scopes: Sequence[str], since: datetime, within: AccessScope) -> Lease:
+    """Record that the operator exports the log, and claim the one export that an operator may run at a time.
+
+    Pass the lease to `export_claimed`, which releases it. `within`: the operator's scope. Raises StateConflictError
+    while another export of the operator runs.
+    """
+    operator = grant.principal
+    if not isinstance(operator, OperatorPrincipal):
+        raise TypeError("only an operator exports the log in the console")
+    lease = claim(make_subject(f"audit:export:{operator.person}"), grant.at, ignore_due_at=True)
+    if lease is None:
+        raise StateConflictError(
+            f"Another export of yours runs. Wait until it has ended; a canceled one ends within "
+            f"{LEASE.total_seconds():.0f} seconds."
+        )
+    try:
+        details: dict[str, JsonValue] = {"scopes": [*scopes], "since": format_timestamp(since)}
+        with recorded(grant, Permission.AUDIT_READ, "audit.exported", account=within, **details):
+            pass
+    except BaseException:
+        release(lease)
+        raise
+    return lease
+
+
+def export_claimed(
+    lease: Lease, scopes: Sequence[str], since: datetime, now: datetime, clock: Callable[[], datetime] = host_time
+) -> Generator[ExportRecord, None, None]:
+    """Iterate as `export_log` does, and hold the lease until the end or until the iterator is closed.
+
+    Raises StateConflictError if the reader paused for so long that another export of the operator has begun.
+    """
+    renewed_at = now
+    try:
+        for record in export_log(scopes, since, now):
+            if clock() - renewed_at > _RENEW_AFTER:
+                renewed_at = clock()
+                renew(lease, renewed_at)
+            yield record
+    finally:
+        release(lease)
 
 
 def export_newest(scopes: Sequence[str]) -> Iterator[ExportRecord]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db.models import Count, F, Max, Q
+from django.db.models import Count, F, Max, Q, QuerySet
 from django.db.models.fields.tuple_lookups import Tuple, TupleGreaterThan
 
 from keyvault.access.scopes import AccessScope
@@ -111,19 +111,16 @@ def list_candidates(
 
     `until`: rotations that are requested later are omitted. `after`: a page without those that have no date.
     """
-    dated: list[DatePosition] = []
-    undated: list[str] = []
     places = _list_places(scope)
-    # One walk through an index for each place; together they would sort all rows.
+    due, waiting = [], []
     for place in places:
         rows = ScheduledCredential.objects.filter(**place)
-        due = rows.filter(ask_at__isnull=False) if until is None else rows.filter(ask_at__lte=until)
-        if after is not None:
-            due = due.filter(TupleGreaterThan(Tuple(F("ask_at"), F("pk")), after))
-        else:
-            waiting = rows.filter(ask_at__isnull=True).order_by("ask_at", "pk")
-            undated += waiting.values_list("pk", flat=True)[: MAX_LISTED + 1]
-        dated += due.order_by("ask_at", "pk").values_list("ask_at", "pk")[: MAX_LISTED + 1]
+        dates = rows.filter(ask_at__isnull=False) if until is None else rows.filter(ask_at__lte=until)
+        due.append(dates if after is None else dates.filter(TupleGreaterThan(Tuple(F("ask_at"), F("pk")), after)))
+        if after is None:
+            waiting.append(rows.filter(ask_at__isnull=True))
+    dated: list[Any] = _read_first(due)
+    undated = [pk for _, pk in _read_first(waiting)]
     if len(places) > 1:
         # The database orders those of one time: it may compare ids in another way than Python does.
         dated.sort(key=lambda position: position[0])
@@ -139,6 +136,22 @@ def list_candidates(
     ]
     next_after = dated[MAX_LISTED - 1] if len(dated) > MAX_LISTED else None
     return CandidatePage(found, next_after, has_more_undated=len(undated) > MAX_LISTED)
+
+
+def _read_first(selections: list[QuerySet[ScheduledCredential]]) -> list[tuple[datetime | None, str]]:
+    """Return the first positions of each selection, by one walk through an index for each of them.
+
+    One condition over all of them would sort all rows. Several selections are returned in no particular order.
+    """
+    first = [rows.order_by("ask_at", "pk") for rows in selections]
+    if len(first) == 1:
+        return list(first[0].values_list("ask_at", "pk")[: MAX_LISTED + 1])
+    # Limited inside, as SQLite requires.
+    parts = [
+        ScheduledCredential.objects.filter(pk__in=rows.values("pk")[: MAX_LISTED + 1]).values_list("ask_at", "pk")
+        for rows in first
+    ]
+    return list(parts[0].union(*parts[1:], all=True)) if parts else []
 
 
 def _list_places(scope: AccessScope) -> list[dict[str, Any]]:

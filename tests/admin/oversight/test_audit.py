@@ -159,6 +159,23 @@ def test_audit_export_in_the_browser_has_every_entry_and_the_public_keys(desk: D
     assert "public_key" in text_of(keys)
 
 
+def test_audit_export_is_recorded_and_runs_once_at_a_time(desk: Desk) -> None:
+    """Guarantee: each export is in the log under its operator's name, and one operator runs one at a time."""
+    issue(desk.sandbox)
+    sign_due(now())
+    running = export(desk, "audit_export_log")
+    assert running.status_code == 200
+    refused = export(desk, "audit_export_log")
+    assert refused.status_code == 409
+    assert "Another export of yours runs" in text_of(refused)
+    assert browser(desk.admin).get(address("audit_export_log")).status_code == 200
+    assert text_of(running)
+    running.close()
+    assert export(desk, "audit_export_log").status_code == 200
+    entries = AuditEntry.objects.filter(event="audit.exported")
+    assert sorted(entry.actor.partition(":")[2] for entry in entries) == ["admin", "auditor", "auditor"]
+
+
 @pytest.mark.parametrize("since", ["", "x", "2001-01-01", "9999-12-31"])
 def test_audit_export_of_an_invalid_period_shows_the_form(desk: Desk, since: str) -> None:
     answer = export(desk, "audit_export_log", since=since)

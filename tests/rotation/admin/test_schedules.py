@@ -244,7 +244,7 @@ def test_calendar_page_shows_months_with_working_links(desk: Desk) -> None:
     assert address("rotation_rotation_change", Rotation.objects.get().pk) in page
     assert "awaiting approval" in page
     assert "backend" not in text_of(client.get(where, {"environment": "sandbox"}))
-    assert "No scheduled rotations in this period" in text_of(client.get(where, {"merchant": "<nobody>", "days": "30"}))
+    assert "No scheduled rotations in this period" in text_of(client.get(where, {"merchant": "<nobody>"}))
     assert where in text_of(client.get(address(LIST)))
     policy = client.get(where)["Content-Security-Policy"]
     assert "unsafe" not in policy
@@ -270,7 +270,33 @@ def test_calendar_page_links_later_dates(desk: Desk, monkeypatch: pytest.MonkeyP
     assert "Later dates" not in pages[1]
 
 
-INVALID = [{"environment": "x"}, {"days": "9" * 400}, {"merchant": "\0"}, {"days": "-1"}, {"after": "soon"}]
+def test_calendar_page_counts_the_rotations_of_each_day_and_links_to_them(desk: Desk) -> None:
+    """Guarantee: the month shows the load of each day with its blackouts; a day lists exactly its rotations."""
+    for label, age in (("first", 80), ("second", 80), ("third", 79)):
+        issue(desk.sandbox, at=now() - age * DAY, label=label)
+    save(Environment.SANDBOX, now())
+    begin_due(now())
+    day = (now() + 10 * DAY).date()
+    calendar("freeze", now(), (now() + 9 * DAY, now() + 12 * DAY))
+    client, where = browser(desk.auditor), address("rotation_rotationschedule_calendar")
+    page = text_of(client.get(where, {"month": f"{day:%Y-%m}"}))
+    (label,) = re.findall(rf'href="[^"]*day={day}[^"]*" aria-label="([^"]+)"', page)
+    assert label == f"{day:%-d %B}: 2 rotations; blackout freeze"
+    listed = text_of(client.get(where, {"day": str(day)}))
+    assert [name for name in ("first", "second", "third") if f">{name}<" in listed] == ["first", "second"]
+    assert "No rotations" in text_of(client.get(where, {"day": str(day - 3 * DAY)}))
+    assert f"{day:%-d %B}: 0 rotations" in text_of(client.get(where, {"month": f"{day:%Y-%m}", "merchant": "globex"}))
+
+
+INVALID = [
+    {"environment": "x"},
+    {"month": "9" * 400},
+    {"month": "9999-12"},
+    {"day": "0001-01-01"},
+    {"merchant": "\0"},
+    {"day": "-1"},
+    {"after": "soon"},
+]
 INVALID += [{"after": "0001-01-01T00:00:00+23:00 crd"}, {"after": "2026-01-01 \0"}, {"after": " "}]
 
 

@@ -59,7 +59,7 @@ from keyvault.models import (
 from keyvault.models.keys import OriginHeader
 from keyvault.services import offboarding, operator_changes
 from keyvault.services.approvals import break_glass, inbox
-from keyvault.services.audit import rollback
+from keyvault.services.audit import export, rollback
 from keyvault.services.backups import restore
 from keyvault.services.catalog import endpoints
 from keyvault.services.issuance import collection, requests
@@ -623,7 +623,12 @@ def _with_alarm(scene: Scene, call: Callable[[Notice], object]) -> Callable[[], 
     return lambda: call(alarm)
 
 
+def _export(scene: Scene) -> Callable[[], object]:
+    return lambda: export.begin_export(grant(scene.admin, P.AUDIT_READ), ["sandbox"], now(), EVERYWHERE)
+
+
 ACTIONS: dict[str, Action] = {
+    "audit.export.begin_export": Action(_export, ["audit.exported"], []),
     "catalog.endpoints.add_endpoint": Action(
         lambda scene: lambda: endpoints.add_endpoint(grant(scene.admin, P.CATALOG_WRITE), DRAFT),
         ["endpoint.added"],
