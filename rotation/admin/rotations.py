@@ -275,7 +275,7 @@ class RotationAdmin(ConsoleModelAdmin):
     # --- attention items ----------------------------------------------------------------------------------
 
     def _undecided(self, request: HttpRequest) -> QuerySet[Any]:
-        rows = self.get_queryset(request).order_by("created_at")
+        rows: QuerySet[Any] = self.get_queryset(request).order_by("created_at")
         return rows.filter(approval_expires_at__gt=datetime.now(UTC))
 
     def _asked(self, request: HttpRequest) -> QuerySet[Any]:

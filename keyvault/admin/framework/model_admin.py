@@ -497,10 +497,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             raise NotFoundError(f"{self.singular} not found.")
         return row
 
-    def approval_form(self, row: Any, *args: Any) -> ActionForm:
-        """Return the form of the approval of one row among others. `args`: what was posted."""
+    def approval_form(self, row: Any, posted: Any = None) -> ActionForm:
+        """Return the form of the approval of one row among others, bound to what was posted."""
         form = self.row_action("approve").form
-        return form(*args, initial=form.initial_for(row), prefix=f"{self.opts.label_lower}:{row.pk}")
+        return form(posted, initial=form.initial_for(row), prefix=f"{self.opts.label_lower}:{row.pk}")
 
     def approve(self, request: HttpRequest, row: Any, cleaned: Cleaned) -> ActionResult:
         """Approve what the page showed of the row. Raises the errors of `authorize` and of the service."""
