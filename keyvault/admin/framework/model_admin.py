@@ -529,11 +529,11 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def offered_actions(self, request: HttpRequest, row: Any) -> list[RowAction]:
         """Return the actions that the row's state allows and the operator may run."""
-        return [
-            action
-            for action in self.row_actions
-            if self._is_available(request, action, row) and self.may_on(request, action.permission, row)
-        ]
+        return [action for action in self.row_actions if self.may_run(request, action, row)]
+
+    def may_run(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
+        """Whether the row's state allows the action and the operator may run it."""
+        return self._is_available(request, action, row) and self.may_on(request, action.permission, row)
 
     def may_on(self, request: HttpRequest, permission: Permission, row: Any) -> bool:
         return may(

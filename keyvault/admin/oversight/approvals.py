@@ -38,7 +38,6 @@ _log = logging.getLogger(__name__)
 class WaitingRow:
     """A row in the list. `choice`: value of its box."""
 
-    row: Any
     choice: str
     url: str
     name: str
@@ -66,7 +65,6 @@ def approvals_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
     context = {
         "title": "Approvals",
         "groups": groups,
-        "count": sum(len(group.rows) for group in groups),
         "review_url": reverse("admin:approvals_review"),
     }
     return page(site, request, "approvals", context)
@@ -95,8 +93,8 @@ def _find_groups(site: AdminSite, request: HttpRequest) -> Iterator[WaitingGroup
 
 
 def _format_count(ids: Sequence[str], rows: Sequence[Any]) -> str:
-    """Return the number of rows that the operator may decide: what can be read of it, or the number of all."""
-    if len(rows) <= MAX_DECIDABLE:
+    """Return the number of rows that the operator may decide; of more than are read, the number of all."""
+    if len(ids) <= MAX_DECIDABLE:
         return str(len(rows))
     return f"{MAX_ROWS}+" if len(ids) > MAX_ROWS else f"{len(ids)}, the first {MAX_DECIDABLE} are listed"
 
@@ -105,7 +103,6 @@ def _waiting_row(item: Attention, row: Any) -> WaitingRow:
     model_admin = item.model_admin
     line, changes = model_admin.line_of(row), list(model_admin.changes(row))
     return WaitingRow(
-        row,
         f"{model_admin.opts.label_lower}:{row.pk}",
         line.url,
         line.label,
@@ -169,7 +166,7 @@ def _find_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> 
     """Yield the chosen rows in the operator's scope, by one query for each kind."""
     by_label = {each.opts.label_lower: each for each in _model_admins(site, request)}
     for label, model_admin in by_label.items():
-        ids = [pk for name, _, pk in (choice.partition(":") for choice in chosen) if name == label]
+        ids = [pk for name, _, pk in (choice.partition(":") for choice in chosen) if name == label and "\0" not in pk]
         if not ids or not any(action.name == "approve" for action in model_admin.row_actions):
             continue
         try:
@@ -193,7 +190,7 @@ def _review(request: HttpRequest, model_admin: ConsoleModelAdmin, row: Any) -> R
 
 def _find_fault(request: HttpRequest, model_admin: ConsoleModelAdmin, row: Any) -> str:
     action = model_admin.row_action("approve")
-    if action not in model_admin.offered_actions(request, row):
+    if not model_admin.may_run(request, action, row):
         is_own = action.is_available(row) and model_admin.requester_person_of(row) is not None
         return OWN_REQUEST_NOTE if is_own else "This does not await an approval, or you may not give it."
     return ""

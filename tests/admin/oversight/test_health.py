@@ -1,0 +1,40 @@
+"""The page of verifiers and health."""
+
+from datetime import timedelta
+
+import pytest
+
+from keyvault.access.roles import Role
+from keyvault.access.scopes import AccessScope
+from keyvault.models import ServiceProcess, Verifier
+from tests.admin.desk import Desk, address, browser, text_of
+from tests.factories import make_operator, now
+
+pytestmark = pytest.mark.database
+
+
+def test_health_shows_stale_verifiers_and_lost_workers(desk: Desk) -> None:
+    """Guarantee: a verifier that no longer reports is stale, a worker lost, and the page says so first."""
+    for name, ago in (("fresh-1", 0), ("silent-1", 3600)):
+        at = now() - timedelta(seconds=ago)
+        Verifier.objects.create(verifier_id=name, door="server", started_at=at, seen_at=at, staleness_ms=2_500)
+    ServiceProcess.objects.create(name="worker celery@one", kind="worker", seen_at=now())
+    ServiceProcess.objects.create(name="beat one", kind="beat", seen_at=now() - timedelta(hours=1))
+    page = text_of(browser(desk.auditor).get(address("health")))
+    assert "Something does not run." in page
+    assert "no scheduler runs, last seen just now" not in page
+    assert "no scheduler runs" in page
+    rows = {line.split("</code>")[0]: line for line in page.split("<code>")[1:]}
+    assert "badge-stale" in rows["silent-1"].split("</tr>")[0]
+    assert "badge-current" in rows["fresh-1"].split("</tr>")[0]
+    assert "badge-lost" in rows["beat one"].split("</tr>")[0]
+    assert "Webhook endpoints that fail" in page
+
+
+def test_health_of_an_operator_of_one_merchant_has_only_webhooks(desk: Desk) -> None:
+    """Guarantee: the processes of the installation are not shown to an operator of some merchants."""
+    Verifier.objects.create(verifier_id="fresh-1", door="server", started_at=now(), seen_at=now(), staleness_ms=2_500)
+    limited = make_operator("limited", Role.AUDITOR, scope=AccessScope(frozenset({"acme"})))
+    page = text_of(browser(limited).get(address("health")))
+    assert "Webhook endpoints that fail" in page
+    assert "fresh-1" not in page
