@@ -189,7 +189,7 @@ def _day(query: _Query, day: date, count: int, most: int, blackouts: Sequence[Bl
     return Day(
         day.day,
         query.url_with(day=day.isoformat()),
-        f"{day:%-d %B}: {shown} {'rotation' if count == 1 else 'rotations'}{blackout}",
+        f"{day:%B}: {shown} {'rotation' if count == 1 else 'rotations'}{blackout}",
         shown if count else "",
         0 if not count else 1 + min(3, 4 * count // (most + 1)),
         day == today,

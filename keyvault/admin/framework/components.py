@@ -157,7 +157,7 @@ class Day:
     """A day of a month grid.
 
     Args:
-        label: for screen readers, such as `3 November: 12 rotations`.
+        label: for screen readers after the number, such as `November: 12 rotations`.
         count: number on the day; empty: none.
         load: 0 to 4, the tone of its background.
         notes: short texts about the day, such as a blackout.
