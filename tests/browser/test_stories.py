@@ -147,3 +147,35 @@ def test_expired_session_keeps_what_was_typed(service: Service) -> None:
     page.locator("body", has_text=re.compile("sign in", re.IGNORECASE)).wait_for()
     assert "Typed before the session ended" in page.content()
     context.close()
+
+
+def approve_together(service: Service, page: Page, *names: str) -> None:
+    """Choose requests on the page of approvals, review them, and approve them with one second factor."""
+    page.goto("/admin/approvals/")
+    for name in names:
+        page.get_by_role("checkbox", name=name).check()
+    page.get_by_role("button", name="Review the chosen requests").click()
+    service.give_code(page, "approver")
+    page.get_by_role("button", name=re.compile("^Approve")).click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text(f"{len(names)} of {len(names)} request")
+
+
+def test_requests_are_approved_together_and_then_a_campaign_over_their_keys(service: Service) -> None:
+    """Guarantee: another person approves two requests in one form, and then the campaign that rotates their keys."""
+    with service.page("tam") as mine, service.page("approver") as other:
+        urls = [request_key(mine, "production", label) for label in ("bulk-one", "bulk-two")]
+        approve_together(service, other, "acme/production · bulk-one", "acme/production · bulk-two")
+        for url in urls:
+            mine.goto(url)
+            mine.get_by_role("link", name=re.compile("^Collect")).wait_for()
+        mine.goto("/admin/rotation/campaign/new/request/")
+        mine.locator("main [name=environment]").select_option("production")
+        mine.locator("[name=reason]").fill("bulk test")
+        mine.locator("main form button[type=submit]").click()
+        mine.wait_for_url(re.compile("/campaign/cmp_"))
+        expect(mine.locator(".banner")).to_contain_text("Awaiting the approval of another person")
+        approve_together(service, other, "production · bulk test")
+        mine.reload()
+        expect(mine.locator(".banner")).to_contain_text("Running")
+        act(service, mine, "tam", "Cancel campaign")
+        expect(mine.locator(".banner")).to_contain_text("Closed")

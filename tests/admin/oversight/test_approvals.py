@@ -57,7 +57,7 @@ def test_approvals_lists_what_the_operator_may_approve_and_what_it_changes(desk:
     """Guarantee: requests of others are listed with what they change and what is unusual; own ones are not."""
     request_key(desk.production, label="backend", delivery=Delivery.SHOW_ONCE, by=desk.tam)
     request_key(desk.production, label="mine", by=desk.admin)
-    ask_rotation(desk, PlanOverrides(reason="yearly", quiet_seconds=1_209_600))
+    ask_rotation(desk, PlanOverrides(reason="yearly", quarantine_seconds=172_800))
     client = browser(desk.admin)
     page = text_of(client.get(address("approvals")))
     assert "Key requests to approve" in page
