@@ -45,8 +45,8 @@ from keyvault.admin.framework.four_eyes import (
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.scoping import names_in_scope
 from keyvault.admin.framework.widgets import (
-    Change,
     Detail,
+    Difference,
     FactTable,
     Line,
     Link,
@@ -317,12 +317,12 @@ class CampaignAdmin(ConsoleModelAdmin):
             refresh_seconds=_REFRESH_SECONDS if row.state == C.RUNNING else None,
         )
 
-    def changes(self, row: Campaign) -> Iterable[Change]:
+    def changes(self, row: Campaign) -> Iterable[Difference]:
         merchants, pace = row.selection["merchants"], Pace.from_json(row.pace)
         whose = "every merchant" if merchants is None else f"{counted(len(merchants), 'merchant')}"
         selected = f"{counted(count_members(row), 'private key')} of {whose} in {row.environment}"
-        yield Change("Keys", selected, "each replaced, and revoked once its replacement is proved in use")
-        yield Change("Pace", format_pace(DEFAULT_PACE), format_pace(pace), is_unusual=pace != DEFAULT_PACE)
+        yield Difference("Keys", selected, "each replaced, and revoked once its replacement is proved in use")
+        yield Difference("Pace", format_pace(DEFAULT_PACE), format_pace(pace), is_unusual=pace != DEFAULT_PACE)
         yield from chosen_changes(PlanOverrides.from_json(row.overrides), Environment(row.environment))
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:

@@ -10,7 +10,7 @@ from django import forms
 from django.utils.html import format_html
 
 from keyvault.admin.framework.actions import ActionForm, ActionGroup, Cleaned
-from keyvault.admin.framework.widgets import NOTHING, Change, moment, seconds
+from keyvault.admin.framework.widgets import NOTHING, Difference, moment, seconds
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
 from rotation.domain.plan_fields import (
@@ -284,12 +284,12 @@ def show_default(field: PlanField, environment: Environment) -> Any:
     return field.describe_omitted(_show_number(field), [environment])
 
 
-def chosen_changes(overrides: PlanOverrides, environment: Environment) -> Iterable[Change]:
+def chosen_changes(overrides: PlanOverrides, environment: Environment) -> Iterable[Difference]:
     """Yield the values of future plans that are not the default."""
     for name, field in FIELDS.items():
         value = getattr(overrides, name)
         if value is not None and field.type is not FieldType.TEXT and value != getattr(PlanOverrides(), name):
-            yield Change(field.label, show_default(field, environment), show_value(field, value), is_unusual=True)
+            yield Difference(field.label, show_default(field, environment), show_value(field, value), is_unusual=True)
 
 
 def show_plan_field(field: PlanField, value: Any, unmet: Container[Condition]) -> Any:

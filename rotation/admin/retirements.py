@@ -20,8 +20,8 @@ from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, is_requester, r
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
-    Change,
     Detail,
+    Difference,
     FactTable,
     Line,
     link,
@@ -149,9 +149,9 @@ class RetirementAdmin(ConsoleModelAdmin):
             sections=[self.summary(row), approval, *use_tables(row.rotation.predecessor)],
         )
 
-    def changes(self, row: Retirement) -> Iterable[Change]:
+    def changes(self, row: Retirement) -> Iterable[Difference]:
         refused = f"refused from {row.retire_at:%Y-%m-%d %H:%M} UTC, then revoked"
-        yield Change("Old public key", format_usage(row.rotation.predecessor), refused)
+        yield Difference("Old public key", format_usage(row.rotation.predecessor), refused)
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if not may(request, P.ROTATIONS_APPROVE):

@@ -12,7 +12,7 @@ from django.utils.safestring import SafeString
 from keyvault.admin.framework.four_eyes import UNUSUAL, requester_name
 from keyvault.admin.framework.widgets import (
     NOTHING,
-    Change,
+    Difference,
     FactTable,
     Link,
     Step,
@@ -98,13 +98,13 @@ def plan_card(row: Rotation) -> FactTable:
     return FactTable("Plan", [*deviating, *usual, ("Requested by", requester_name(row))], aside=digest)
 
 
-def deviating_changes(row: Rotation) -> Iterator[Change]:
+def deviating_changes(row: Rotation) -> Iterator[Difference]:
     """Yield what deviates from the defaults in the plan that waits for approval."""
     plan, environment = row.readable_plan, Environment(row.account_environment)
     for name, field in () if plan is None else FIELDS.items():
         value = getattr(plan, name)
         if is_deviation(field, value, environment):
-            yield Change(field.label, show_default(field, environment), show_value(field, value), is_unusual=True)
+            yield Difference(field.label, show_default(field, environment), show_value(field, value), is_unusual=True)
 
 
 def _unmet(row: Rotation, plan: Plan) -> Iterator[Condition]:

@@ -29,8 +29,8 @@ from keyvault.admin.framework.four_eyes import (
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
-    Change,
     Detail,
+    Difference,
     Extras,
     FactTable,
     Line,
@@ -266,10 +266,10 @@ class RotationAdmin(ConsoleModelAdmin):
         url = reverse("admin:keyvault_breakglass_change", args=[action.pk])
         return format_html("{} {}", text, link(url, "Review the bypass"))
 
-    def changes(self, row: Rotation) -> Iterable[Change]:
+    def changes(self, row: Rotation) -> Iterable[Difference]:
         goes = "revoked once the replacement is proved in use" if has_old_key(row) else "ended already"
-        yield Change("Old key", format_usage(row.predecessor), goes)
-        yield Change("Replacement", NOTHING, f"a {row.credential.kind} key of {row.credential.label}")
+        yield Difference("Old key", format_usage(row.predecessor), goes)
+        yield Difference("Replacement", NOTHING, f"a {row.credential.kind} key of {row.credential.label}")
         yield from deviating_changes(row)
 
     # --- attention items ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from keyvault.domain.environments import Environment
 from rotation.admin.schedule_widgets import credential_link
 from rotation.services.schedules.calendar import (
     MAX_COUNTED,
-    Blackout,
+    CalendarBlackout,
     CalendarPage,
     ScheduledDate,
     count_days,
@@ -154,7 +154,7 @@ def _notes(shown: CalendarPage) -> Iterable[str]:
         yield f"{MAX_LISTED} credentials without a date are shown. Choose an environment or a merchant to see others."
 
 
-def _month_grid(query: _Query, counts: Sequence[int], blackouts: Sequence[Blackout], today: date) -> MonthGrid:
+def _month_grid(query: _Query, counts: Sequence[int], blackouts: Sequence[CalendarBlackout], today: date) -> MonthGrid:
     most = max(counts)
     weeks = Calendar().monthdatescalendar(query.month.year, query.month.month)
     earlier, later = (query.month - timedelta(days=1)).replace(day=1), _next_month(query.month)
@@ -175,7 +175,7 @@ def _month_grid(query: _Query, counts: Sequence[int], blackouts: Sequence[Blacko
     )
 
 
-def _day(query: _Query, day: date, count: int, most: int, blackouts: Sequence[Blackout], today: date) -> Day:
+def _day(query: _Query, day: date, count: int, most: int, blackouts: Sequence[CalendarBlackout], today: date) -> Day:
     begins_at = start_of_day(day)
     names = sorted(
         {
@@ -198,7 +198,7 @@ def _day(query: _Query, day: date, count: int, most: int, blackouts: Sequence[Bl
     )
 
 
-def _blackouts_table(blackouts: Sequence[Blackout]) -> Iterable[Table]:
+def _blackouts_table(blackouts: Sequence[CalendarBlackout]) -> Iterable[Table]:
     if blackouts:
         rows = [
             [

@@ -36,8 +36,8 @@ from keyvault.admin.framework.four_eyes import (
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
-    Change,
     Detail,
+    Difference,
     FactTable,
     Line,
     link,
@@ -214,9 +214,9 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
             ],
         )
 
-    def changes(self, row: StandingApproval) -> Iterable[Change]:
+    def changes(self, row: StandingApproval) -> Iterable[Difference]:
         schedule = row.schedule
-        yield Change(
+        yield Difference(
             f"Rotations of the schedule for {format_scope(schedule)}",
             "each needs an approval of its own",
             f"none needs one until {row.expires_at:%Y-%m-%d %H:%M} UTC",

@@ -23,7 +23,7 @@ from keyvault.admin.framework.actions import (
     Tone,
 )
 from keyvault.admin.framework.enforcement import operator_of
-from keyvault.admin.framework.widgets import Change, Table, badge, moment, mono
+from keyvault.admin.framework.widgets import Difference, Table, badge, moment, mono
 from keyvault.domain.environments import Environment
 from keyvault.models import Account
 
@@ -121,7 +121,7 @@ def fetch_approvals(row: Any) -> None:
     prefetch_related_objects([row], Prefetch("approvals", found))
 
 
-def changes_table(changes: Iterable[Change], title: str = "What changes") -> Table:
+def changes_table(changes: Iterable[Difference], title: str = "What changes") -> Table:
     """List what an approval changes, what is not the default first."""
     listed = sorted(changes, key=lambda change: not change.is_unusual)
     return Table(
@@ -131,7 +131,7 @@ def changes_table(changes: Iterable[Change], title: str = "What changes") -> Tab
     )
 
 
-def _mark_unusual(change: Change) -> SafeString | str:
+def _mark_unusual(change: Difference) -> SafeString | str:
     return format_html("{} {}", change.after, UNUSUAL) if change.is_unusual else change.after
 
 

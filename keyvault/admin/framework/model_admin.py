@@ -44,7 +44,7 @@ from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.shown_environment import environment_of, shown_scope
 from keyvault.admin.framework.sign_in import second_factor_url
 from keyvault.admin.framework.step_up import answer_locked, is_step_up_due, refuse_step_up, step_up_context
-from keyvault.admin.framework.widgets import Change, Detail, Extras, FactTable, Line, Link, Table
+from keyvault.admin.framework.widgets import Detail, Difference, Extras, FactTable, Line, Link, Table
 from keyvault.domain.errors import (
     KeyvaultError,
     NotFoundError,
@@ -242,7 +242,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the items whose rows wait for this operator's approval, see `approval`."""
         return ()
 
-    def changes(self, row: Any) -> Iterable[Change]:
+    def changes(self, row: Any) -> Iterable[Difference]:
         """Return what the approval of the row would change, without queries of its own."""
         return ()
 

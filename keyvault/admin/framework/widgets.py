@@ -39,7 +39,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Difference:
     """One difference that an approval makes. `before`, `after`: text or HTML of this module.
 
     `is_unusual`: the requester chose something else than the default.

@@ -41,8 +41,8 @@ from keyvault.admin.framework.four_eyes import (
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
-    Change,
     Detail,
+    Difference,
     Extras,
     FactTable,
     Line,
@@ -332,14 +332,14 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         elif row.state == S.BURNED:
             yield "The key was not collected in time. It was revoked and its copy destroyed; request another key."
 
-    def changes(self, row: IssuanceRequest) -> Iterable[Change]:
+    def changes(self, row: IssuanceRequest) -> Iterable[Difference]:
         is_shown = row.delivery == Delivery.SHOW_ONCE and row.account_environment == Environment.PRODUCTION
         expires = f"expires {counted(row.expires_in_days, 'day')} after it is issued" if row.expires_in_days else ""
-        yield Change(f"{row.kind} key".capitalize(), NOTHING, f"one, which {expires or 'does not expire'}")
-        yield Change(
+        yield Difference(f"{row.kind} key".capitalize(), NOTHING, f"one, which {expires or 'does not expire'}")
+        yield Difference(
             "Credential", NOTHING, f"{row.label}, new in {row.account}" if row.credential is None else row.label
         )
-        yield Change("Delivery", NOTHING, DELIVERIES[Delivery(row.delivery)], is_unusual=is_shown)
+        yield Difference("Delivery", NOTHING, DELIVERIES[Delivery(row.delivery)], is_unusual=is_shown)
 
     def _pending(self, request: HttpRequest) -> QuerySet[Any]:
         rows = self.get_queryset(request).order_by("created_at")

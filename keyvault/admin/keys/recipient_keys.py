@@ -17,7 +17,7 @@ from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.four_eyes import ApproveStoredForm, approvals_table, approve_action
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.widgets import Change, Detail, FactTable, Line, link, moment, mono
+from keyvault.admin.framework.widgets import Detail, Difference, FactTable, Line, link, moment, mono
 from keyvault.admin.keys.keys import key_link
 from keyvault.models import Account, RecipientKey
 from keyvault.services.keys.recipient_keys import (
@@ -110,8 +110,10 @@ class RecipientKeyAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: RecipientKey) -> Detail:
         return Detail(title=self.name_of(row), state=_state(row), sections=[self.summary(row), approvals_table(row)])
 
-    def changes(self, row: RecipientKey) -> Iterable[Change]:
-        yield Change("Replacements are sealed to this key", format_html("from {}", moment(row.applies_at)), "from now")
+    def changes(self, row: RecipientKey) -> Iterable[Difference]:
+        yield Difference(
+            "Replacements are sealed to this key", format_html("from {}", moment(row.applies_at)), "from now"
+        )
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.RECIPIENTS_APPROVE):

@@ -25,7 +25,7 @@ from keyvault.admin.framework.four_eyes import (
     undecided_notes,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.widgets import NOTHING, Change, Detail, FactTable, Line, link, moment, mono
+from keyvault.admin.framework.widgets import NOTHING, Detail, Difference, FactTable, Line, link, moment, mono
 from keyvault.admin.operators.operators import format_others, format_roles
 from keyvault.models import OperatorChange, OperatorChangeKind, OperatorChangeState
 from keyvault.services.operator_changes import (
@@ -172,16 +172,16 @@ class OperatorChangeAdmin(ConsoleModelAdmin):
         is_concerned = row.operator_person == operator_of(request).person
         return super()._is_available(request, action, row) and not (is_concerned and action.name == "approve")
 
-    def changes(self, row: OperatorChange) -> Iterable[Change]:
+    def changes(self, row: OperatorChange) -> Iterable[Difference]:
         if row.kind == K.SECOND_FACTORS_RESET:
-            yield Change("Second factors", "as they are", "none: the operator needs a new invitation")
-            yield Change("Sessions", "as they are", "all ended")
+            yield Difference("Second factors", "as they are", "none: the operator needs a new invitation")
+            yield Difference("Sessions", "as they are", "all ended")
             return
         if row.roles != row.roles_before:
-            yield Change("Roles", format_roles(row.roles_before.split()), format_roles(row.roles.split()))
+            yield Difference("Roles", format_roles(row.roles_before.split()), format_roles(row.roles.split()))
         before, after = AccessScope.from_json(row.scope_before), AccessScope.from_json(row.scope)
         if before != after:
-            yield Change("Scope", str(before), str(after))
+            yield Difference("Scope", str(before), str(after))
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.OPERATORS_APPROVE):

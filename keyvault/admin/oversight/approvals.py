@@ -24,7 +24,7 @@ from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page, status_of
 from keyvault.admin.framework.row_search import find_ids
 from keyvault.admin.framework.step_up import answer_locked, refuse_step_up, step_up_context
-from keyvault.admin.framework.widgets import Change, Link, Table, badge, counted, link
+from keyvault.admin.framework.widgets import Difference, Link, Table, badge, counted, link
 from keyvault.domain.errors import KeyvaultError, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.wire.problems import PROBLEM_TYPES
 
@@ -43,7 +43,7 @@ class WaitingRow:
     name: str
     detail: str
     at: Any
-    change: Change | None
+    change: Difference | None
     unusual: Sequence[str]
 
 

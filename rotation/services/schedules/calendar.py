@@ -145,7 +145,7 @@ def start_of_day(day: date) -> datetime:
 
 
 @dataclass(frozen=True, slots=True)
-class Blackout:
+class CalendarBlackout:
     """A period of a calendar in which no scheduled rotation begins."""
 
     calendar: str
@@ -154,10 +154,10 @@ class Blackout:
     why: str
 
 
-def list_blackouts(since: datetime, until: datetime) -> list[Blackout]:
+def list_blackouts(since: datetime, until: datetime) -> list[CalendarBlackout]:
     """List the blackouts between these times, of the first MAX_CALENDARS calendars."""
     periods = [
-        Blackout(
+        CalendarBlackout(
             row.name, datetime.fromisoformat(each["begins_at"]), datetime.fromisoformat(each["ends_at"]), each["why"]
         )
         for row in BlackoutCalendar.objects.order_by("name")[:MAX_CALENDARS]
