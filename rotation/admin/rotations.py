@@ -282,11 +282,8 @@ class RotationAdmin(ConsoleModelAdmin):
         return self._undecided(request).filter(state=S.AWAITING_APPROVAL)
 
     def _emergencies(self, request: HttpRequest) -> QuerySet[Any]:
-        return (
-            self._undecided(request)
-            .annotate(approval_count=Count("approvals"))
-            .filter(state=S.EMERGENCY, bypassed_at__isnull=True, approval_count__lt=F("approvals_needed"))
-        )
+        counted: QuerySet[Any] = self._undecided(request).annotate(approval_count=Count("approvals"))
+        return counted.filter(state=S.EMERGENCY, bypassed_at__isnull=True, approval_count__lt=F("approvals_needed"))
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.ROTATIONS_APPROVE):
