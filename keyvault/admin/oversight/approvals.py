@@ -59,15 +59,16 @@ class WaitingGroup:
     is_selected: bool
 
 
-def approvals_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
-    """List what waits for the operator's approval, by kind."""
+def approvals_view(site: AdminSite, request: HttpRequest, *, note: str = "", status: int = 200) -> HttpResponse:
+    """List what waits for the operator's approval, by kind. `note`: what was wrong with the choice."""
     groups = list(_find_groups(site, request))
     context = {
         "title": "Approvals",
         "groups": groups,
+        "note": note,
         "review_url": reverse("admin:approvals_review"),
     }
-    return page(site, request, "approvals", context)
+    return page(site, request, "approvals", context, status=status)
 
 
 def _model_admins(site: AdminSite, request: HttpRequest) -> Iterator[ConsoleModelAdmin]:
@@ -147,7 +148,8 @@ def review_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
     """Show what the approval of the chosen rows changes; approve them by POST."""
     chosen = list(dict.fromkeys((request.POST if request.method == "POST" else request.GET).getlist("item")))
     if not chosen:
-        return _review_page(site, request, [], error=RequestInvalidError("Choose at least one request.", []))
+        note = "Nothing is chosen. Choose at least one request."
+        return approvals_view(site, request, note=note, status=400 if request.method == "POST" else 200)
     if len(chosen) > MAX_TOGETHER:
         fault = f"You chose {len(chosen)} requests. Approve at most {MAX_TOGETHER} together."
         return _review_page(site, request, [], error=RequestInvalidError(fault, []))

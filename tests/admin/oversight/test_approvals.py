@@ -138,7 +138,6 @@ def test_approvals_need_one_recent_second_factor(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("items", "status"),
     [
-        ([], 400),
         (["x"], 404),
         (["keyvault.issuancerequest:req_absent"], 404),
         (["keyvault.merchant:acme"], 404),
@@ -150,6 +149,18 @@ def test_approvals_of_unknown_or_too_many_rows_are_refused(desk: Desk, items: li
     for method in ("get", "post"):
         answer = getattr(browser(desk.approver), method)(address("approvals_review"), {"item": items})
         assert answer.status_code == status
+
+
+def test_approvals_without_a_choice_show_the_list_again(desk: Desk) -> None:
+    request_key(desk.production, label="backend", by=desk.tam)
+    client = browser(desk.approver)
+    for answer, status in (
+        (client.get(address("approvals_review")), 200),
+        (client.post(address("approvals_review")), 400),
+    ):
+        assert answer.status_code == status
+        assert "Choose at least one request" in text_of(answer)
+        assert "backend" in text_of(answer)
 
 
 def test_approvals_outside_the_scope_are_unknown(desk: Desk) -> None:
