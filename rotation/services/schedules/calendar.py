@@ -138,6 +138,7 @@ class _BoundedCount(Subquery):
 
     template = "(SELECT COUNT(*) FROM (%(subquery)s) counted)"
     output_field = IntegerField()
+    empty_result_set_value = 0
 
 
 def start_of_day(day: date) -> datetime:

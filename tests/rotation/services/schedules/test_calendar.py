@@ -21,8 +21,9 @@ from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.domain.windows import Window
 from rotation.models import Rotation, ScheduledCredential
 from rotation.services.rotations.requests import reject_rotation
+from rotation.services.schedules import calendar as schedule_calendar
 from rotation.services.schedules import candidates
-from rotation.services.schedules.calendar import DateState, ScheduledDate, list_next
+from rotation.services.schedules.calendar import DateState, ScheduledDate, count_days, list_next
 from rotation.services.schedules.candidates import RETRY_DELAY
 from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock
@@ -190,6 +191,27 @@ def test_calendar_of_many_keys_has_pages(clock: Clock, monkeypatch: pytest.Monke
     times = [date.ask_at for page in shown for date in page if date.ask_at is not None]
     assert times == sorted(times)
     assert list_next(clock(), clock() + DAY, scope).dates == []
+
+
+@pytest.mark.database
+def test_calendar_counts_the_requests_of_each_day_up_to_a_maximum(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: a day counts the scope's rotations that are requested on it, by one query, at most one too many."""
+    for label in "abc":
+        scene.issue(scene.account(), clock(), label=label)
+    scene.issue(scene.account("globex"), clock() + DAY, label="later")
+    save(SANDBOX, clock())
+    begin_due(clock())
+    first = (clock() + 90 * DAY).date()
+    with CaptureQueriesContext(connection) as queries:
+        assert count_days(first, 3) == [3, 1, 0]
+    assert len(queries) == 1
+    assert count_days(first, 2, EVERYWHERE.narrowed_to("globex", None)) == [0, 1]
+    only_sandbox = AccessScope(environments=frozenset({SANDBOX}))
+    assert count_days(first, 2, only_sandbox.narrowed_to(None, PRODUCTION)) == [0, 0]
+    monkeypatch.setattr(schedule_calendar, "MAX_COUNTED", 1)
+    assert count_days(first, 2) == [2, 1]
 
 
 def test_calendar_tells_that_more_credentials_have_no_date(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
