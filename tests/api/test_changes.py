@@ -373,4 +373,19 @@ def test_silent_readers_are_forgotten_after_an_hour(send: Send) -> None:
     Verifier.objects.filter(pk__endswith=".b").update(seen_at=now() - timedelta(hours=2))
     forget_old_readers(now())
     assert [row.pk.rpartition(".")[2] for row in FeedReader.objects.all()] == ["a"]
+    assert [row.pk.rpartition(".")[2] for row in Verifier.objects.filter(stopped_at__isnull=True)] == ["a"]
     assert Change.objects.exists()
+
+
+def test_reader_that_is_forgotten_while_it_reads_starts_again(send: Send, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: no reader that receipts no longer wait for goes on answering from memory."""
+    after = begin(send)
+    Verifier.objects.update(seen_at=now() - timedelta(hours=2))
+    require_room = readers._require_room
+
+    def forget(*arguments: Any) -> None:
+        require_room(*arguments)
+        forget_old_readers(now())
+
+    monkeypatch.setattr(readers, "_require_room", forget)
+    assert read(send, after).body["code"] == "cursor_expired"

@@ -20,7 +20,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from django.db import transaction
-from django.db.models import Model
+from django.db.models import F, Model
 from django.db.models.functions import Now
 
 from keyvault.access.permissions import Permission
@@ -196,12 +196,12 @@ def report_usage(service: Service, name: str, report: UsageReport, now: datetime
 
 
 def forget_old_readers(now: datetime) -> None:
-    """Delete a batch of readers that were silent for an hour. Their rows as verifiers stay, for receipts."""
+    """Delete a batch of readers that were silent for an hour. Their rows as verifiers stay, as stopped, for receipts."""
+    running = Verifier.objects.filter(door=DOOR, stopped_at__isnull=True)
+    # By the database's clock: receipts wait for no verifier that has stopped.
+    running.filter(seen_at__lt=Now() - _FORGOTTEN_AFTER).update(stopped_at=F("seen_at"))
     old = FeedReader.objects.filter(created_at__lt=now - _FORGOTTEN_AFTER).order_by("created_at")
-    alive = Verifier.objects.filter(
-        door=DOOR, stopped_at__isnull=True, seen_at__gte=now - _FORGOTTEN_AFTER
-    ).values_list("pk")
-    delete_batch(old.exclude(pk__in=alive))
+    delete_batch(old.exclude(pk__in=running.values_list("pk")))
 
 
 def _id_of(service: Service, name: str) -> str:
@@ -251,7 +251,9 @@ def _renew(service: Service, reader_id: str, token: ServiceToken, after: int) ->
             if not _is_live(row):
                 # Others may have taken its place meanwhile.
                 _require_room(service, reader_id, token)
-            Verifier.objects.filter(pk=reader_id).update(seen_at=Now(), staleness_ms=_staleness_ms(token))
+            alive = {"seen_at": Now(), "staleness_ms": _staleness_ms(token)}
+            if not Verifier.objects.filter(pk=reader_id, stopped_at__isnull=True).update(**alive):
+                raise CursorExpiredError("The reader was forgotten meanwhile. Start again with an empty memory.")
 
 
 def _is_live(row: Any) -> bool:
