@@ -196,7 +196,7 @@ def report_usage(service: Service, name: str, report: UsageReport, now: datetime
 
 
 def forget_old_readers(now: datetime) -> None:
-    """Delete a batch of readers that were silent for an hour. Their rows as verifiers stay, as stopped, for receipts."""
+    """Delete a batch of readers that were silent for an hour. Their rows as verifiers stay for receipts, stopped."""
     running = Verifier.objects.filter(door=DOOR, stopped_at__isnull=True)
     # By the database's clock: receipts wait for no verifier that has stopped.
     running.filter(seen_at__lt=Now() - _FORGOTTEN_AFTER).update(stopped_at=F("seen_at"))
