@@ -22,7 +22,7 @@ from keyvault.domain.errors import ErrorCode
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind, KeyState, RetirementReason
 from keyvault.domain.revocation import RevocationReason
-from keyvault.services.change_feed.receipts import VerifierProgress
+from keyvault.services.change_feed.receipts import MAX_STOPPED, VerifierProgress
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 
@@ -91,7 +91,8 @@ _VERIFIER_BODY = define(
 RECEIPT_BODY = define(
     "ReceiptBody",
     obj(
-        "Which verifiers have applied a change. `complete`: none is pending.",
+        "Which verifiers have applied a change. `complete`: none is pending. `verifiers`: those that run, and of the "
+        f"latest {MAX_STOPPED} that have deregistered those that had applied it.",
         sequence=INTEGER,
         complete=FLAG,
         changed_at=nullable(INSTANT),
