@@ -91,7 +91,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "_MAX_SEARCHED", 50)
 
 
-@pytest.mark.timeout(3000)  # explains some thousand queries
+@pytest.mark.timeout(300)  # explains some thousand queries
 def test_no_job_and_no_request_reads_a_large_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: the cost of a periodic job or a request does not grow with the number of keys, uses or changes."""
     samples = scale_rows.load(SIZE)
