@@ -46,8 +46,9 @@ POLL_SECONDS = 0.2
 """Maximum wait between polls, in seconds; bounds the delay of a change whose notification was lost."""
 
 _GENERATION_SECONDS = 0.05
-"""Interval between two reads of the host's generation counter on SQLite, in seconds. A read is no system call; each
-statement of a poll takes the interpreter's lock from the thread that answers requests."""
+"""Interval between two reads of the host's generation counter on SQLite, in seconds. It is shorter than
+POLL_SECONDS, because a read of the counter makes no system call. Each statement of a poll takes the interpreter's lock
+from the thread that answers requests."""
 
 _TURN_SECONDS = ANSWER_SECONDS + POLL_SECONDS
 """Maximum duration of one poll and the wait after it, in seconds, when all replies arrive in time."""
@@ -337,7 +338,7 @@ class _WakeUp:
         while not self._stop.wait(_GENERATION_SECONDS):
             current = generation().words[0]
             if current != self._seen_generation or time.monotonic() >= until:
-                # Remembered before the poll, which therefore finds every change announced so far.
+                # Read before the poll, which therefore finds every change that the counter has announced.
                 self._seen_generation = current
                 return
 
