@@ -79,7 +79,7 @@ _VERIFIER_BODY = define(
     "VerifierBody",
     obj(
         "A verifier's progress; times are by the database's clock.\n\n`expired`: it has not reported within its "
-        "maximum staleness. It no longer answers from memory, and receipts do not wait for it.",
+        "staleness bound. It no longer answers from memory, and receipts do not wait for it.",
         verifier_id=TEXT,
         door=TEXT,
         state=one_of(VerifierProgress),

@@ -110,7 +110,7 @@ class Follower(BackgroundThread):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the last confirmed poll is within the staleness limit."""
+        """Whether the last confirmed poll is within the staleness bound."""
         at = self._confirmed_at
         return at is not None and time.monotonic() - at <= settings.MAX_STALENESS_SECONDS
 
@@ -360,7 +360,7 @@ def _report_seconds() -> float:
 
 
 def _expires_after_seconds() -> float:
-    """Return how long after a report the process may answer: staleness limit plus report interval."""
+    """Return how long after a report the process may answer: staleness bound plus report interval."""
     return float(settings.MAX_STALENESS_SECONDS) + _report_seconds()
 
 
