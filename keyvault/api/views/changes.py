@@ -172,7 +172,7 @@ class SnapshotTokensView(ServiceView):
         "snapshot_tokens_read",
         summary="Read the records of service tokens, for a regional verifier.",
         description="Tokens whose environments and merchants are within the calling token's, with their digests. Other "
-        "tokens are absent. Of a token's permissions only `keys:verify` is listed.",
+        "tokens are absent. `keys:verify` is the only permission that is listed.",
         permission=Permission.KEYS_REPLICATE_DIGESTS,
         answers={200: SNAPSHOT_TOKENS_BODY},
         parameters=[SnapshotTokensQuery],
