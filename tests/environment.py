@@ -34,7 +34,11 @@ IN_MEMORY = Path("/dev/shm")  # noqa: S108  mkdtemp follows
 """Folder of Linux whose files are in memory. A keystore and a revocation log on a disk wait for it at each write."""
 
 LEAST_ROOM_BYTES = 1 << 30
+
 """Free space from which the run's folder, of some 10 MB, is in memory. Containers often allow 64 MB in all."""
+
+PYTEST_FOLDER = "PYTEST_DEBUG_TEMPROOT"
+"""Where pytest makes the folders of tests. It deletes that of a test that passed."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,10 @@ def _new_run() -> Path:
         except MissingServerError as missing:
             raise pytest.UsageError(f"{DATABASE}=postgres, but there is {missing.reason}") from None
         atexit.register(lent.close)
-    folder = Path(tempfile.mkdtemp(prefix="kv-tests-", dir=IN_MEMORY if _has_room_in_memory() else None))
+    in_memory = IN_MEMORY if _has_room_in_memory() else None
+    if in_memory is not None:
+        os.environ.setdefault(PYTEST_FOLDER, str(in_memory))
+    folder = Path(tempfile.mkdtemp(prefix="kv-tests-", dir=in_memory))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ[FOLDER] = str(folder)
     return folder

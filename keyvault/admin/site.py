@@ -263,9 +263,9 @@ class ConsoleSite(AdminSite):
                     detail = "The URL contains a whole key, and URLs are logged. Rotate the key, and search by key id."
                     response = problem_page(self, request, ErrorCode.CREDENTIAL_IN_URL, detail)
                 else:
+                    response = view(request, *args, **kwargs)
                     if request.method == "POST" and self.has_permission(request):
                         menu_counts.forget(request)
-                    response = view(request, *args, **kwargs)
             except KeyvaultError as error:
                 meters.note_denial(Plane.CONSOLE, error.code)
                 _log.info("refused", extra={"code": error.code, "internal": error.internal, "path": request.path})

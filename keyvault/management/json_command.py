@@ -30,6 +30,9 @@ from keyvault.services.work.disk_space import make_room
 class JsonCommand(BaseCommand):
     """A subclass defines `answer`, and optionally `add_options` and `format_text`."""
 
+    # They check the code, which the tests do, and load the console's pages, which takes longer than most commands.
+    requires_system_checks = ()
+
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--json", action="store_true", help="print one JSON object")
         self.add_options(parser)

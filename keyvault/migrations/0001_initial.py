@@ -59,6 +59,9 @@ class Migration(migrations.Migration):
                 ('customer_token_seconds', models.PositiveIntegerField(default=3600)),
                 ('created_at', models.DateTimeField()),
             ],
+            options={
+                'constraints': [models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='account_environment'), models.CheckConstraint(condition=models.Q(('status__in', ['active', 'suspended', 'offboarded'])), name='account_status'), models.CheckConstraint(condition=models.Q(models.Q(('limit_count__isnull', True), ('limit_seconds__isnull', True)), models.Q(('limit_count__isnull', False), ('limit_count__range', (1, 1000000)), ('limit_seconds__isnull', False), ('limit_seconds__range', (1, 86400))), _connector='OR'), name='account_limit_whole'), models.CheckConstraint(condition=models.Q(('customer_token_seconds__range', (60, 86400))), name='account_customer_token_seconds')],
+            },
         ),
         migrations.CreateModel(
             name='AuditChain',
@@ -98,6 +101,10 @@ class Migration(migrations.Migration):
                 ('backend_version', models.PositiveIntegerField(blank=True, null=True)),
                 ('material', models.CharField(choices=[('none', 'none'), ('held', 'held'), ('delete_due', 'delete due'), ('deleted', 'deleted'), ('restore_due', 'restore due'), ('destroy_due', 'destroy due'), ('destroyed', 'destroyed')], default='none', max_length=32)),
             ],
+            options={
+                'indexes': [models.Index(condition=models.Q(('material__in', ['destroy_due', 'delete_due', 'restore_due'])), fields=['created_at', 'key_id'], name='key_material_due'), models.Index(condition=models.Q(('state__in', ['active', 'suspended'])), fields=['expires_at', 'key_id'], name='key_expiring'), models.Index(fields=['-created_at', '-key_id'], name='key_newest'), models.Index(fields=['account_environment', '-created_at', '-key_id'], name='key_env'), models.Index(condition=models.Q(('state', 'active')), fields=['account_environment', 'activated_at'], name='key_active_since')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('state__in', ['pre_activation', 'active', 'suspended', 'deactivated', 'compromised', 'destroyed'])), name='key_state'), models.CheckConstraint(condition=models.Q(('material__in', ['none', 'held', 'delete_due', 'deleted', 'restore_due', 'destroy_due', 'destroyed'])), name='key_material'), models.CheckConstraint(condition=models.Q(('digest__length', 32)), name='key_digest_bytes'), models.CheckConstraint(condition=models.Q(('pepper_version__gte', 1)), name='key_pepper_version'), models.CheckConstraint(condition=models.Q(models.Q(('state', 'active'), _negated=True), ('activated_at__isnull', False), _connector='OR'), name='key_activated_at'), models.CheckConstraint(condition=models.Q(models.Q(('state', 'suspended'), _negated=True), ('suspended_at__isnull', False), _connector='OR'), name='key_suspended_at'), models.CheckConstraint(condition=models.Q(models.Q(('state', 'deactivated'), _negated=True), ('deactivated_at__isnull', False), _connector='OR'), name='key_deactivated_at'), models.CheckConstraint(condition=models.Q(models.Q(('state', 'compromised'), _negated=True), ('compromised_at__isnull', False), _connector='OR'), name='key_compromised_at'), models.CheckConstraint(condition=models.Q(models.Q(('state', 'destroyed'), _negated=True), ('destroyed_at__isnull', False), _connector='OR'), name='key_destroyed_at'), models.CheckConstraint(condition=models.Q(('expires_at__isnull', True), ('expires_at__gt', models.F('created_at')), _connector='OR'), name='key_expires_later'), models.CheckConstraint(condition=models.Q(models.Q(('state', 'deactivated'), _negated=True), models.Q(('reason__isnull', True), ('retirement', 'expired'), ('retirement__isnull', False)), models.Q(('reason__in', ['unspecified', 'key_compromise', 'affiliation_changed', 'superseded', 'cessation_of_operation', 'privilege_withdrawn']), ('reason__isnull', False), ('retirement', 'revoked'), ('retirement__isnull', False)), _connector='OR'), name='key_retirement'), models.CheckConstraint(condition=models.Q(('material', 'none'), ('backend_version__isnull', False), _connector='OR'), name='key_backend_version')],
+            },
         ),
         migrations.CreateModel(
             name='UsageReporter',
@@ -376,6 +383,10 @@ class Migration(migrations.Migration):
                 ('credential', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='requests', to='keyvault.credential')),
                 ('requester', models.ForeignKey(null=True, on_delete=django.db.models.deletion.PROTECT, related_name='issuance_requests', to=settings.AUTH_USER_MODEL)),
             ],
+            options={
+                'indexes': [models.Index(fields=['state', 'created_at', 'issuance_request_id'], name='request_by_state'), models.Index(fields=['-created_at', '-issuance_request_id'], name='request_newest'), models.Index(fields=['label'], name='request_label', opclasses=['varchar_pattern_ops']), models.Index(fields=['account', '-created_at', '-issuance_request_id'], name='request_account'), models.Index(fields=['account_environment', '-created_at', '-issuance_request_id'], name='request_env'), models.Index(fields=['account', 'state', '-created_at', '-issuance_request_id'], name='request_account_state'), models.Index(fields=['account_environment', 'state', '-created_at', '-issuance_request_id'], name='request_env_state'), models.Index(condition=models.Q(('delivery__in', ['sealed', 'show_once']), ('kind', 'private'), ('state', 'issued')), fields=['issued_at', 'issuance_request_id'], name='request_uncollected')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('kind__in', ['public', 'private'])), name='request_kind'), models.CheckConstraint(condition=models.Q(('state__in', ['pending', 'approved', 'issued', 'collected', 'rejected', 'expired', 'withdrawn', 'burned'])), name='request_state'), models.CheckConstraint(condition=models.Q(('delivery__in', ['secret_backend', 'show_once', 'sealed'])), name='request_delivery'), models.CheckConstraint(condition=models.Q(('expires_at__gt', models.F('created_at'))), name='request_expires_later'), models.CheckConstraint(condition=models.Q(models.Q(('state', 'collected'), _negated=True), ('collected_at__isnull', False), _connector='OR'), name='request_collected_at'), models.CheckConstraint(condition=models.Q(models.Q(('delivery', 'sealed'), ('recipient_public_key__length', 43)), models.Q(models.Q(('delivery', 'sealed'), _negated=True), ('recipient_public_key', '')), _connector='OR'), name='request_recipient'), models.CheckConstraint(condition=models.Q(('expires_in_days__isnull', True), ('expires_in_days__range', (1, 3650)), _connector='OR'), name='request_expires_in_days')],
+            },
         ),
         migrations.CreateModel(
             name='IssuanceApproval',
@@ -733,159 +744,15 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='key',
-            index=models.Index(condition=models.Q(('material__in', ['destroy_due', 'delete_due', 'restore_due'])), fields=['created_at', 'key_id'], name='key_material_due'),
-        ),
-        migrations.AddIndex(
-            model_name='key',
-            index=models.Index(condition=models.Q(('state__in', ['active', 'suspended'])), fields=['expires_at', 'key_id'], name='key_expiring'),
-        ),
-        migrations.AddIndex(
-            model_name='key',
-            index=models.Index(fields=['-created_at', '-key_id'], name='key_newest'),
-        ),
-        migrations.AddIndex(
-            model_name='key',
-            index=models.Index(fields=['account_environment', '-created_at', '-key_id'], name='key_env'),
-        ),
-        migrations.AddIndex(
-            model_name='key',
-            index=models.Index(condition=models.Q(('state', 'active')), fields=['account_environment', 'activated_at'], name='key_active_since'),
-        ),
-        migrations.AddIndex(
-            model_name='key',
             index=models.Index(condition=models.Q(('state', 'pre_activation')), fields=['credential'], name='key_staged'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['pre_activation', 'active', 'suspended', 'deactivated', 'compromised', 'destroyed'])), name='key_state'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(('material__in', ['none', 'held', 'delete_due', 'deleted', 'restore_due', 'destroy_due', 'destroyed'])), name='key_material'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(('digest__length', 32)), name='key_digest_bytes'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(('pepper_version__gte', 1)), name='key_pepper_version'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state', 'active'), _negated=True), ('activated_at__isnull', False), _connector='OR'), name='key_activated_at'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state', 'suspended'), _negated=True), ('suspended_at__isnull', False), _connector='OR'), name='key_suspended_at'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state', 'deactivated'), _negated=True), ('deactivated_at__isnull', False), _connector='OR'), name='key_deactivated_at'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state', 'compromised'), _negated=True), ('compromised_at__isnull', False), _connector='OR'), name='key_compromised_at'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state', 'destroyed'), _negated=True), ('destroyed_at__isnull', False), _connector='OR'), name='key_destroyed_at'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(('expires_at__isnull', True), ('expires_at__gt', models.F('created_at')), _connector='OR'), name='key_expires_later'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state', 'deactivated'), _negated=True), models.Q(('reason__isnull', True), ('retirement', 'expired'), ('retirement__isnull', False)), models.Q(('reason__in', ['unspecified', 'key_compromise', 'affiliation_changed', 'superseded', 'cessation_of_operation', 'privilege_withdrawn']), ('reason__isnull', False), ('retirement', 'revoked'), ('retirement__isnull', False)), _connector='OR'), name='key_retirement'),
-        ),
-        migrations.AddConstraint(
-            model_name='key',
-            constraint=models.CheckConstraint(condition=models.Q(('material', 'none'), ('backend_version__isnull', False), _connector='OR'), name='key_backend_version'),
         ),
         migrations.AddConstraint(
             model_name='account',
             constraint=models.UniqueConstraint(fields=('merchant', 'environment'), name='account_unique'),
         ),
         migrations.AddConstraint(
-            model_name='account',
-            constraint=models.CheckConstraint(condition=models.Q(('environment__in', ['sandbox', 'production'])), name='account_environment'),
-        ),
-        migrations.AddConstraint(
-            model_name='account',
-            constraint=models.CheckConstraint(condition=models.Q(('status__in', ['active', 'suspended', 'offboarded'])), name='account_status'),
-        ),
-        migrations.AddConstraint(
-            model_name='account',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('limit_count__isnull', True), ('limit_seconds__isnull', True)), models.Q(('limit_count__isnull', False), ('limit_count__range', (1, 1000000)), ('limit_seconds__isnull', False), ('limit_seconds__range', (1, 86400))), _connector='OR'), name='account_limit_whole'),
-        ),
-        migrations.AddConstraint(
-            model_name='account',
-            constraint=models.CheckConstraint(condition=models.Q(('customer_token_seconds__range', (60, 86400))), name='account_customer_token_seconds'),
-        ),
-        migrations.AddIndex(
-            model_name='issuancerequest',
-            index=models.Index(fields=['state', 'created_at', 'issuance_request_id'], name='request_by_state'),
-        ),
-        migrations.AddIndex(
-            model_name='issuancerequest',
-            index=models.Index(fields=['-created_at', '-issuance_request_id'], name='request_newest'),
-        ),
-        migrations.AddIndex(
-            model_name='issuancerequest',
-            index=models.Index(fields=['label'], name='request_label', opclasses=['varchar_pattern_ops']),
-        ),
-        migrations.AddIndex(
-            model_name='issuancerequest',
-            index=models.Index(fields=['account', '-created_at', '-issuance_request_id'], name='request_account'),
-        ),
-        migrations.AddIndex(
-            model_name='issuancerequest',
-            index=models.Index(fields=['account_environment', '-created_at', '-issuance_request_id'], name='request_env'),
-        ),
-        migrations.AddIndex(
-            model_name='issuancerequest',
-            index=models.Index(fields=['account', 'state', '-created_at', '-issuance_request_id'], name='request_account_state'),
-        ),
-        migrations.AddIndex(
-            model_name='issuancerequest',
-            index=models.Index(fields=['account_environment', 'state', '-created_at', '-issuance_request_id'], name='request_env_state'),
-        ),
-        migrations.AddIndex(
-            model_name='issuancerequest',
-            index=models.Index(condition=models.Q(('delivery__in', ['sealed', 'show_once']), ('kind', 'private'), ('state', 'issued')), fields=['issued_at', 'issuance_request_id'], name='request_uncollected'),
-        ),
-        migrations.AddConstraint(
-            model_name='issuancerequest',
-            constraint=models.CheckConstraint(condition=models.Q(('kind__in', ['public', 'private'])), name='request_kind'),
-        ),
-        migrations.AddConstraint(
-            model_name='issuancerequest',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['pending', 'approved', 'issued', 'collected', 'rejected', 'expired', 'withdrawn', 'burned'])), name='request_state'),
-        ),
-        migrations.AddConstraint(
-            model_name='issuancerequest',
-            constraint=models.CheckConstraint(condition=models.Q(('delivery__in', ['secret_backend', 'show_once', 'sealed'])), name='request_delivery'),
-        ),
-        migrations.AddConstraint(
-            model_name='issuancerequest',
-            constraint=models.CheckConstraint(condition=models.Q(('expires_at__gt', models.F('created_at'))), name='request_expires_later'),
-        ),
-        migrations.AddConstraint(
             model_name='issuancerequest',
             constraint=models.CheckConstraint(condition=models.Q(models.Q(('state__in', ['issued', 'collected', 'burned']), _negated=True), models.Q(('credential__isnull', False), ('issued_at__isnull', False), ('key__isnull', False)), _connector='OR'), name='request_issued_key'),
-        ),
-        migrations.AddConstraint(
-            model_name='issuancerequest',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state', 'collected'), _negated=True), ('collected_at__isnull', False), _connector='OR'), name='request_collected_at'),
-        ),
-        migrations.AddConstraint(
-            model_name='issuancerequest',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('delivery', 'sealed'), ('recipient_public_key__length', 43)), models.Q(models.Q(('delivery', 'sealed'), _negated=True), ('recipient_public_key', '')), _connector='OR'), name='request_recipient'),
-        ),
-        migrations.AddConstraint(
-            model_name='issuancerequest',
-            constraint=models.CheckConstraint(condition=models.Q(('expires_in_days__isnull', True), ('expires_in_days__range', (1, 3650)), _connector='OR'), name='request_expires_in_days'),
         ),
         migrations.CreateModel(
             name='OperatorChange',

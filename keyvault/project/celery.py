@@ -14,6 +14,8 @@ from celery.signals import beat_init, before_task_publish, task_postrun, task_pr
 from keyvault.wire.trace_context import TRACEPARENT, current_traceparent, traced
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
+# Django's checks load the console's pages, which no worker serves.
+os.environ.setdefault("CELERY_SKIP_CHECKS", "1")
 
 app = Celery("keyvault", task_cls="keyvault.project.celery:TracedTask")
 app.config_from_object("django.conf:settings", namespace="CELERY")

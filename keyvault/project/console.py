@@ -1,6 +1,6 @@
 """Django's own apps as this project configures them."""
 
-from django.contrib.admin.apps import AdminConfig
+from django.contrib.admin.apps import SimpleAdminConfig
 from django.contrib.auth.apps import AuthConfig
 from django.contrib.auth.signals import user_logged_in
 
@@ -12,7 +12,7 @@ class OperatorsConfig(AuthConfig):
         user_logged_in.disconnect(dispatch_uid="update_last_login")
 
 
-class ConsoleConfig(AdminConfig):
+class ConsoleConfig(SimpleAdminConfig):
     """The admin site of this project, in place of Django's default one."""
 
     default_site = "keyvault.admin.site.ConsoleSite"

@@ -14,6 +14,8 @@ from rotation.api.rotations import SERVERS as ROTATION_SERVERS
 
 _SERVERS = {**SERVERS, **ROTATION_SERVERS}
 require_matching_servers(_SERVERS)
+# Here, because only a process with routes has pages.
+admin.autodiscover()
 
 urlpatterns = [
     *(path(address.removeprefix("/"), verifying_view) for address in (VERIFY, BATCH, *GATEWAYS)),

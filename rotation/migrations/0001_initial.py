@@ -117,6 +117,10 @@ class Migration(migrations.Migration):
                 ('requested_via', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, to='keyvault.servicetoken')),
                 ('requester', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to=settings.AUTH_USER_MODEL)),
             ],
+            options={
+                'indexes': [models.Index(fields=['state', 'created_at'], name='rotation_by_state'), models.Index(fields=['-created_at', '-rotation_id'], name='rotation_newest'), models.Index(condition=models.Q(('confirmed_at__isnull', True), ('state', 'awaiting_proof'), models.Q(('plan__proof', 'confirmation'), ('plan__is_dormant', True), _connector='OR')), fields=['account_environment', 'created_at'], name='rotation_to_confirm'), models.Index(condition=models.Q(('confirmed_at__isnull', True), ('state', 'awaiting_proof'), models.Q(('plan__proof', 'confirmation'), ('plan__is_dormant', True), _connector='OR')), fields=['account'], name='rotation_account_to_confirm'), models.Index(condition=models.Q(('awaits_requester', True)), fields=['requester_person', 'created_at'], name='rotation_to_collect'), models.Index(condition=models.Q(('campaign__isnull', False)), fields=['campaign', 'state'], name='rotation_of_campaign'), models.Index(condition=models.Q(('bypassed_at__isnull', False)), fields=['-created_at', '-rotation_id'], name='rotation_bypassed'), models.Index(fields=['account', '-created_at', '-rotation_id'], name='rotation_account'), models.Index(fields=['account_environment', '-created_at', '-rotation_id'], name='rotation_env'), models.Index(fields=['account', 'state', '-created_at', '-rotation_id'], name='rotation_account_state'), models.Index(fields=['account_environment', 'state', '-created_at', '-rotation_id'], name='rotation_env_state')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('state__in', ['requested', 'awaiting_approval', 'scheduled', 'emergency', 'staged', 'publishing', 'awaiting_proof', 'overlap', 'quarantine', 'revoking', 'rolling_back', 'completed', 'rolled_back', 'rejected', 'expired', 'cancelled', 'stalled'])), name='rotation_state'), models.UniqueConstraint(condition=models.Q(('state__in', ['cancelled', 'completed', 'expired', 'rejected', 'rolled_back']), _negated=True), fields=('credential',), name='rotation_one_open'), models.CheckConstraint(condition=models.Q(('replacement__isnull', True), models.Q(('replacement', models.F('predecessor')), _negated=True), _connector='OR'), name='rotation_two_keys'), models.CheckConstraint(condition=models.Q(models.Q(('state__in', ['overlap', 'quarantine', 'revoking']), _negated=True), models.Q(('accepted_at__isnull', False), ('delivered_at__isnull', False), ('used_at__isnull', False)), _connector='OR'), name='rotation_proved'), models.CheckConstraint(condition=models.Q(models.Q(('state__in', ['quarantine', 'revoking']), _negated=True), ('silent_at__isnull', False), ('waived_at__isnull', False), _connector='OR'), name='rotation_silent')],
+            },
         ),
         migrations.CreateModel(
             name='Retirement',
@@ -229,71 +233,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='rotation',
-            index=models.Index(fields=['state', 'created_at'], name='rotation_by_state'),
-        ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(fields=['-created_at', '-rotation_id'], name='rotation_newest'),
-        ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(condition=models.Q(('confirmed_at__isnull', True), ('state', 'awaiting_proof'), models.Q(('plan__proof', 'confirmation'), ('plan__is_dormant', True), _connector='OR')), fields=['account_environment', 'created_at'], name='rotation_to_confirm'),
-        ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(condition=models.Q(('confirmed_at__isnull', True), ('state', 'awaiting_proof'), models.Q(('plan__proof', 'confirmation'), ('plan__is_dormant', True), _connector='OR')), fields=['account'], name='rotation_account_to_confirm'),
-        ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(condition=models.Q(('awaits_requester', True)), fields=['requester_person', 'created_at'], name='rotation_to_collect'),
-        ),
-        migrations.AddIndex(
-            model_name='rotation',
             index=models.Index(condition=models.Q(('awaits_requester', True), models.Q(('schedule__isnull', False), ('campaign__isnull', False), _connector='OR')), fields=['created_at'], name='rotation_to_hand_over'),
-        ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(condition=models.Q(('campaign__isnull', False)), fields=['campaign', 'state'], name='rotation_of_campaign'),
-        ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(condition=models.Q(('bypassed_at__isnull', False)), fields=['-created_at', '-rotation_id'], name='rotation_bypassed'),
-        ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(fields=['account', '-created_at', '-rotation_id'], name='rotation_account'),
-        ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(fields=['account_environment', '-created_at', '-rotation_id'], name='rotation_env'),
-        ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(fields=['account', 'state', '-created_at', '-rotation_id'], name='rotation_account_state'),
-        ),
-        migrations.AddIndex(
-            model_name='rotation',
-            index=models.Index(fields=['account_environment', 'state', '-created_at', '-rotation_id'], name='rotation_env_state'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotation',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['requested', 'awaiting_approval', 'scheduled', 'emergency', 'staged', 'publishing', 'awaiting_proof', 'overlap', 'quarantine', 'revoking', 'rolling_back', 'completed', 'rolled_back', 'rejected', 'expired', 'cancelled', 'stalled'])), name='rotation_state'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotation',
-            constraint=models.UniqueConstraint(condition=models.Q(('state__in', ['cancelled', 'completed', 'expired', 'rejected', 'rolled_back']), _negated=True), fields=('credential',), name='rotation_one_open'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotation',
-            constraint=models.CheckConstraint(condition=models.Q(('replacement__isnull', True), models.Q(('replacement', models.F('predecessor')), _negated=True), _connector='OR'), name='rotation_two_keys'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotation',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state__in', ['overlap', 'quarantine', 'revoking']), _negated=True), models.Q(('accepted_at__isnull', False), ('delivered_at__isnull', False), ('used_at__isnull', False)), _connector='OR'), name='rotation_proved'),
-        ),
-        migrations.AddConstraint(
-            model_name='rotation',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state__in', ['quarantine', 'revoking']), _negated=True), ('silent_at__isnull', False), ('waived_at__isnull', False), _connector='OR'), name='rotation_silent'),
         ),
         migrations.CreateModel(
             name='ScheduleCheck',
@@ -355,6 +295,10 @@ class Migration(migrations.Migration):
                 ('notice_at', models.DateTimeField(blank=True, null=True)),
                 ('closed_at', models.DateTimeField(blank=True, null=True)),
             ],
+            options={
+                'indexes': [models.Index(condition=models.Q(('notice_at__isnull', False), ('state', 'approved')), fields=['notice_at'], name='standing_approval_expiring')],
+                'constraints': [models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'approved', 'rejected', 'withdrawn', 'void'])), name='standing_approval_state')],
+            },
         ),
         migrations.AddField(
             model_name='scheduleapproval',
@@ -380,14 +324,6 @@ class Migration(migrations.Migration):
             model_name='rotation',
             name='standing_approval',
             field=models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='rotations', to='rotation.standingapproval'),
-        ),
-        migrations.AddIndex(
-            model_name='standingapproval',
-            index=models.Index(condition=models.Q(('notice_at__isnull', False), ('state', 'approved')), fields=['notice_at'], name='standing_approval_expiring'),
-        ),
-        migrations.AddConstraint(
-            model_name='standingapproval',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['awaiting_approval', 'approved', 'rejected', 'withdrawn', 'void'])), name='standing_approval_state'),
         ),
         migrations.AddConstraint(
             model_name='standingapproval',

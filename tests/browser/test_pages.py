@@ -25,17 +25,21 @@ document.addEventListener("securitypolicyviolation", (event) =>
 SERIOUS = {"serious", "critical"}
 
 
-def list_pages(page: Page) -> list[str]:
-    """Return the pages of the menu, their tabs, one row of each list, and one form of each page."""
-    page.goto("/admin/")
-    found = ["/admin/", *_links(page, ".menu a")]
-    for path in list(found):
-        page.goto(path)
-        found += _links(page, ".tabs a")
-    for path in dict.fromkeys(found):
-        page.goto(path)
-        found += [*_links(page, "main table a")[:1], *_links(page, "main a.button")[:2]]
-    return list({_ID.sub("/ID/", path.partition("?")[0]): path for path in reversed(found)}.values())
+@pytest.fixture(scope="module")
+def paths(service: Service) -> list[str]:
+    """The pages of the menu, their tabs, one row of each list, and one form of each page."""
+    with service.page("admin") as page:
+        page.goto("/admin/")
+        found = ["/admin/", *_links(page, ".menu a")]
+        for path in list(found):
+            page.goto(path)
+            found += _links(page, ".tabs a")
+        for path in dict.fromkeys(found):
+            page.goto(path)
+            found += [*_links(page, "main table a")[:1], *_links(page, "main a.button")[:2]]
+    paths = list({_ID.sub("/ID/", path.partition("?")[0]): path for path in reversed(found)}.values())
+    assert len(paths) > 25
+    return paths
 
 
 _ID = re.compile(r"/[^/]*[0-9][^/]*/")
@@ -47,50 +51,40 @@ def _links(page: Page, selector: str) -> list[str]:
     return [path.partition("#")[0] for path in paths if path.startswith("/admin/") and "logout" not in path]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_is_accessible(service: Service, scheme: Any) -> None:
-    """Guarantee: axe finds no serious or critical issue on any page."""
+def test_every_page_is_accessible(service: Service, paths: list[str]) -> None:
+    """Guarantee: axe finds no serious or critical issue on any page, in light or dark."""
     wrong: list[str] = []
     # The policy would refuse the test's own script: it is off here, and has its own test.
-    # Only colors differ in the dark.
-    rules = {"resultTypes": ["violations"]} | ({"runOnly": ["color-contrast"]} if scheme == "dark" else {})
-    with service.page("admin", color_scheme=scheme, bypass_csp=True) as page:
-        paths = list_pages(page)
-        assert len(paths) > 25
+    with service.page("admin", color_scheme="light", bypass_csp=True) as page:
         for path in paths:
+            page.emulate_media(color_scheme="light")
             page.goto(path)
             page.evaluate(AXE)
-            answer = page.evaluate("(rules) => axe.run(document, rules)", rules)
-            wrong += [
-                f"{path} {each['id']}: {each['nodes'][0]['html'][:120]}"
-                for each in answer["violations"]
-                if each["impact"] in SERIOUS
-            ]
+            wrong += [f"{path} in light: {each}" for each in _find_issues(page, {})]
+            # Only colors differ in the dark.
+            page.emulate_media(color_scheme="dark")
+            wrong += [f"{path} in dark: {each}" for each in _find_issues(page, {"runOnly": ["color-contrast"]})]
     assert wrong == []
 
 
-def test_every_page_keeps_its_content_security_policy(service: Service) -> None:
-    """Guarantee: no page breaks its policy."""
+def _find_issues(page: Page, rules: dict[str, Any]) -> list[str]:
+    answer = page.evaluate("(rules) => axe.run(document, rules)", {"resultTypes": ["violations"]} | rules)
+    return [
+        f"{each['id']}: {each['nodes'][0]['html'][:120]}" for each in answer["violations"] if each["impact"] in SERIOUS
+    ]
+
+
+def test_every_page_keeps_its_policy_and_fits_a_phone(service: Service, paths: list[str]) -> None:
+    """Guarantee: no page breaks its policy for contents, or scrolls sideways at 390 px; the menu opens there."""
     wrong: list[str] = []
-    with service.page("admin") as page:
-        paths = list_pages(page)
+    with service.page("admin", viewport=PHONE) as page:
         page.add_init_script(LISTEN)
         for path in paths:
             page.goto(path)
-            wrong += [f"{path} {each}" for each in page.evaluate("() => window.violations")]
-    assert wrong == []
-
-
-def test_every_page_fits_a_phone(service: Service) -> None:
-    """Guarantee: no page scrolls sideways at 390 px, and the menu opens there."""
-    with service.page("admin", viewport=PHONE) as page:
-        wide = []
-        for path in list_pages(page):
-            page.goto(path)
             width = page.evaluate("() => document.documentElement.scrollWidth")
-            if width > PHONE["width"]:
-                wide.append(f"{path} {width}")
-        assert wide == []
+            wrong += [f"{path} {width} px"] if width > PHONE["width"] else []
+            wrong += [f"{path} {each}" for each in page.evaluate("() => window.violations")]
+        assert wrong == []
         page.goto("/admin/")
         page.locator("summary", has_text="Keyvault").first.click()
         page.locator(".menu-small").get_by_role("link", name="Merchants").click()

@@ -183,6 +183,7 @@ def open_objects(samples: Samples, queries: SlowQueries) -> None:
     client = browser(make_operator("reader", *Role))
     chosen = (samples.account.merchant, samples.account, samples.key, samples.key.credential, samples.endpoint)
     ids: dict[type[Model], Any] = {type(row): row.pk for row in (*chosen, samples.rotations[S.OVERLAP])}
+    admin.autodiscover()
     for model in admin.site._registry:
         newest = model._default_manager.order_by("-pk").values_list("pk", flat=True).first()
         if newest is not None:

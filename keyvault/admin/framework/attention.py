@@ -168,7 +168,7 @@ class MenuCounts:
     def find(self, request: HttpRequest) -> dict[str, str] | None:
         """Return the counts that this session saw last, unless they are old or the operator has changed something."""
         ends_at, counts = self._kept.get(self._key(request), (0.0, {}))
-        return counts if request.method in {"GET", "HEAD"} and monotonic() < ends_at else None
+        return counts if monotonic() < ends_at else None
 
     def store(self, request: HttpRequest, counts: dict[str, str]) -> None:
         if len(self._kept) >= _MAX_KEPT:
@@ -176,7 +176,7 @@ class MenuCounts:
         self._kept[self._key(request)] = (monotonic() + MENU_SECONDS, counts)
 
     def forget(self, request: HttpRequest) -> None:
-        """Forget the counts of the session, because the operator changes something."""
+        """Forget the counts of the session, because the operator may have changed something."""
         self._kept.pop(self._key(request), None)
 
     @staticmethod
