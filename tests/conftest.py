@@ -96,6 +96,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+    # The longest first: no worker is left with one of them when the others have finished.
+    items.sort(key=_timeout_of, reverse=True)
+
+
+def _timeout_of(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker is not None else 0
 
 
 def _belongs_here(item: pytest.Item) -> bool:

@@ -1,4 +1,4 @@
-"""A short form of `make upgrade-test`."""
+"""A short form of `make upgrade-test`, in the order that upgrades first and then rolls back."""
 
 import os
 import subprocess
@@ -14,15 +14,14 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("order", ["upgrade", "roll-back"])
-def test_upgrade_under_traffic_refuses_no_request(order: str) -> None:
+def test_upgrade_and_roll_back_under_traffic_refuse_no_request() -> None:
     """Guarantee: two releases run side by side through migrations of every kind, and every request is answered."""
     if find_postgres() is None or find_redis() is None:
         if required_servers() & {"postgres", "redis"}:
             pytest.fail("KEYVAULT_REQUIRE names PostgreSQL and Redis, and one is missing", pytrace=False)
         pytest.skip("needs PostgreSQL and Redis")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.upgrade", order, "--seconds", "10", "--rate", "100", "--rows", "5000"],
+        [sys.executable, "-m", "tests.upgrade", "roll-back", "--seconds", "10", "--rate", "100", "--rows", "5000"],
         cwd=ROOT,
         env={**os.environ},
         capture_output=True,
