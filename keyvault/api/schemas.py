@@ -79,7 +79,7 @@ _VERIFIER_BODY = define(
     "VerifierBody",
     obj(
         "A verifier's progress; times are by the database's clock.\n\n`expired`: it has not reported within its "
-        "maximum staleness. It no longer answers from memory, and receipts do not wait for it.",
+        "staleness bound. It no longer answers from memory, and receipts do not wait for it.",
         verifier_id=TEXT,
         door=TEXT,
         state=one_of(VerifierProgress),
@@ -278,7 +278,7 @@ _CHANGE_BODY = define(
     "ChangeBody",
     obj(
         "A changed subject. `kind`: key, credential, account, merchant, limit, endpoint, customer_token or "
-        "service_token; drop everything for another one. `record`: of a key, as it is now.",
+        "service_token; for any other kind drop everything. `record`: the current record, if the kind is key.",
         sequence=INTEGER,
         kind=TEXT,
         id=TEXT,
@@ -375,7 +375,7 @@ RULES_BODY = define(
                 define(
                     "LimitOverrideBody",
                     obj(
-                        "The limit of an endpoint: of one merchant's account, else (`merchant_id` null) of all.",
+                        "An endpoint's limit for one merchant's account, or for all accounts if `merchant_id` is null.",
                         merchant_id=nullable(TEXT),
                         environment=one_of(Environment),
                         endpoint=TEXT,

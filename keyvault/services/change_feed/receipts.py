@@ -1,8 +1,8 @@
 """Receipts of changes, such as a revocation: which verifiers have applied the change.
 
-A receipt waits for each verifier that may still answer from memory: it has not deregistered, and its staleness limit
-since its last report (`Verifier.seen_at`) has not passed. All times are the database's, because the reader and the
-verifier may run on different hosts.
+A receipt waits for each verifier that may still answer from memory: it has not deregistered, and its staleness bound
+since its last report (`Verifier.seen_at`) has not passed. All times are the database's, because the process that
+builds the receipt and the verifier may run on different hosts.
 
 Limitations:
 
@@ -53,7 +53,7 @@ _waiters = threading.BoundedSemaphore(MAX_WAITERS)
 
 
 class VerifierProgress(StrEnum):
-    """Progress of a verifier toward a change. EXPIRED: its staleness limit passed, and receipts do not wait for it."""
+    """Progress of a verifier toward a change. EXPIRED: its staleness bound passed, and receipts do not wait for it."""
 
     CONFIRMED = "confirmed"
     WAITING = "waiting"
