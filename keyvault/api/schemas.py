@@ -22,7 +22,7 @@ from keyvault.domain.errors import ErrorCode
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind, KeyState, RetirementReason
 from keyvault.domain.revocation import RevocationReason
-from keyvault.services.change_feed.receipts import VerifierProgress
+from keyvault.services.change_feed.receipts import MAX_STOPPED, VerifierProgress
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 
@@ -79,7 +79,7 @@ _VERIFIER_BODY = define(
     "VerifierBody",
     obj(
         "A verifier's progress; times are by the database's clock.\n\n`expired`: it has not reported within its "
-        "maximum staleness. It no longer answers from memory, and receipts do not wait for it.",
+        "staleness bound. It no longer answers from memory, and receipts do not wait for it.",
         verifier_id=TEXT,
         door=TEXT,
         state=one_of(VerifierProgress),
@@ -91,7 +91,8 @@ _VERIFIER_BODY = define(
 RECEIPT_BODY = define(
     "ReceiptBody",
     obj(
-        "Which verifiers have applied a change. `complete`: none is pending.",
+        "Which verifiers have applied a change. `complete`: none is pending. `verifiers`: those that run, and of the "
+        f"latest {MAX_STOPPED} that have deregistered those that had applied it.",
         sequence=INTEGER,
         complete=FLAG,
         changed_at=nullable(INSTANT),
@@ -278,7 +279,7 @@ _CHANGE_BODY = define(
     "ChangeBody",
     obj(
         "A changed subject. `kind`: key, credential, account, merchant, limit, endpoint, customer_token or "
-        "service_token; drop everything for another one. `record`: of a key, as it is now.",
+        "service_token; for any other kind drop everything. `record`: the current record, if the kind is key.",
         sequence=INTEGER,
         kind=TEXT,
         id=TEXT,
@@ -375,7 +376,7 @@ RULES_BODY = define(
                 define(
                     "LimitOverrideBody",
                     obj(
-                        "The limit of an endpoint: of one merchant's account, else (`merchant_id` null) of all.",
+                        "An endpoint's limit for one merchant's account, or for all accounts if `merchant_id` is null.",
                         merchant_id=nullable(TEXT),
                         environment=one_of(Environment),
                         endpoint=TEXT,

@@ -155,7 +155,7 @@ class ChangesQuery(QuerySerializer):
     after = StrictText(
         required=False,
         pattern="[0-9]{1,18}",
-        help_text="`sequence` of the response before. Omit it to start with an empty memory.",
+        help_text="`sequence` of the previous response. Omit it to start with an empty memory.",
     )
     wait = QueryInteger(
         required=False, min_value=0, max_value=20, default=0, help_text="Maximum wait for the next change, in seconds."

@@ -1,4 +1,4 @@
-"""The central service, as a regional verifier calls it: JSON over HTTP, with connections that are kept and bounded.
+"""The central service, as a regional verifier calls it: JSON over HTTP, with a bounded number of open connections.
 
 `http.client` suffices: a region calls one server. A lost connection is opened again, once for each call that may be
 repeated. Every call of the feed may be: reads, confirmations and numbered reports.
@@ -28,7 +28,7 @@ _MAX_REPLY_BYTES: Final = 32 * 1024 * 1024
 
 
 class CentralUnavailableError(DependencyUnavailableError):
-    """No reply, or one that is no answer."""
+    """The service sent no reply, or one that is not readable."""
 
 
 class CentralRefusedError(Exception):

@@ -111,9 +111,15 @@ def call(command: str, *arguments: str) -> dict[str, Any]:
 
 def _plain(value: Any) -> str:
     if isinstance(value, list):
-        return "".join(f"\n  - {_plain(item)}" for item in value) or "none"
+        return "".join(f"\n  - {_on_one_line(item)}" for item in value) or "none"
+    return _on_one_line(value)
+
+
+def _on_one_line(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_on_one_line, value)) or "none"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items())
+        return ", ".join(f"{name} {_on_one_line(item)}" for name, item in value.items())
     if isinstance(value, datetime):
         return format_timestamp(value)
     return "-" if value is None else str(value)

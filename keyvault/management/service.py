@@ -108,7 +108,7 @@ def lock_data_folder(port: int) -> Iterator[None]:
 def find_running_origin() -> str | None:
     """Return the origin of the service that a supervisor runs on this data folder; None: none runs.
 
-    After a killed supervisor it is the origin of that one.
+    If the supervisor was killed, it is the last origin.
     """
     try:
         return _lock_file().read_text() or None

@@ -159,7 +159,7 @@ def _networks(text: str) -> tuple[IPNetwork, ...]:
 
 
 def _staleness(text: str) -> float:
-    """Return the maximum staleness. Below the feed's interval no verifier would ever be fresh."""
+    """Return the staleness bound. Below the feed's interval no verifier would ever be fresh."""
     if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,3})?", text) or not 0.5 <= float(text) <= 60:
         raise ValueError("seconds, 0.5 to 60")
     return float(text)

@@ -35,10 +35,10 @@ MAX_LISTED = 20
 """Maximum alarms listed in one message."""
 
 HOLD = timedelta(minutes=2)
-"""Exclusive time of a started attempt. Longer than an attempt can take."""
+"""Duration of the exclusive claim of an attempt; longer than an attempt can take."""
 
 GIVE_UP_AFTER = timedelta(days=7)
-"""Age from which an undelivered alarm is sent no more by itself. Reminders still list it."""
+"""Age at which the worker stops sending an undelivered alarm by itself. Reminders still list it."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(seconds=10), timedelta(minutes=10)
 _MAX_COUNTED = 1_000

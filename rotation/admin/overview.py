@@ -44,7 +44,7 @@ def find_part(request: HttpRequest) -> OverviewPart | None:
     rows = rotations.rows_shown(request, rotations.get_queryset(request))
     # The first of each state, by the index of states: sorting all open rotations would read each of them.
     first = [rows.filter(state=state).order_by("created_at").values("pk")[:MAX_SHOWN] for state in _SHOWN_STATES]
-    # Limited inside, as SQLite requires. One condition over all states would read the whole table.
+    # The limit is in a subquery, as SQLite requires. One condition over all states would read the whole table.
     parts = [Rotation.objects.filter(pk__in=ids).order_by().values_list("pk") for ids in first]
     ids = [pk for (pk,) in parts[0].union(*parts[1:], all=True)]
     found: Sequence[Rotation] = list(rows.filter(pk__in=ids).order_by())

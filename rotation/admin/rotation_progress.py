@@ -94,7 +94,7 @@ def _checks(row: Rotation, found: dict[str, Evidence], awaited: Sequence[Awaited
     plan = row.readable_plan
     period = "" if plan is None else seconds(plan.quarantine_seconds)
     tried = "The old key was used in quarantine and reinstated" if row.reinstated_at and not untried else ""
-    text = tried or f"Refused reversibly for {period}; a known source that tries restores it once"
+    text = tried or f"Refused reversibly for {period}; an attempt by a known source reinstates it once"
     yield _check(row, S.QUARANTINE, "Untried in quarantine", None if untried is None else untried.created_at, text)
 
 

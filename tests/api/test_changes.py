@@ -22,6 +22,7 @@ from keyvault.services.keys.lifecycle import get_key, revoke_key
 from keyvault.services.recording.changes import poll_feed
 from keyvault.services.usage.recorder import observe
 from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
+from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.database]
 """On PostgreSQL the transaction around an ordinary test would be one that may still reveal a change."""
@@ -233,6 +234,34 @@ def test_token_caps_its_readers(send: Send) -> None:
         assert read(send, position, reader="b").body["code"] == "state_conflict"
 
 
+@pytest.mark.postgres
+def test_race_of_two_readers_for_the_last_place_registers_one(send: Send) -> None:
+    """Guarantee: readers that come at the same time do not exceed what the token may have."""
+    QuerySet(ServiceToken).update(max_readers=1)
+    with held_open(lambda: begin(send, "a")):
+        second = start(lambda: read(send, reader="b"))
+        wait_until_blocked(second)
+    assert second.result(TIMEOUT_SECONDS).body["code"] == "state_conflict"
+    assert [row.pk.rpartition(".")[2] for row in FeedReader.objects.all()] == ["a"]
+
+
+@pytest.mark.postgres
+def test_race_of_a_reader_with_a_revocation_holds_its_receipt(send: Send) -> None:
+    """Guarantee: a reader whose read does not show a revocation is one that the receipt waits for.
+
+    The revocation commits after the reader has polled, and the reader was silent for longer than its bound.
+    """
+    key, _ = issue(account())
+    after = begin(send)
+    Verifier.objects.update(seen_at=now() - timedelta(minutes=1))
+    with held_open(lambda: revoke(key)):
+        shown = read(send, after)
+        assert (shown.status_code, shown.body["changes"], shown.body["sequence"]) == (200, [], after)
+    sequence = Change.objects.latest("sequence").sequence
+    assert progress(sequence) == ["waiting"]
+    assert {each["sequence"] for each in read(send, after).body["changes"]} >= {sequence}
+
+
 def test_token_of_one_merchant_sees_only_its_changes() -> None:
     """Guarantee: a token learns nothing of merchants and environments outside its scope."""
     narrow = sender(P.KEYS_REPLICATE, scope=StringScope.SANDBOX, merchants=["acme"])
@@ -373,4 +402,19 @@ def test_silent_readers_are_forgotten_after_an_hour(send: Send) -> None:
     Verifier.objects.filter(pk__endswith=".b").update(seen_at=now() - timedelta(hours=2))
     forget_old_readers(now())
     assert [row.pk.rpartition(".")[2] for row in FeedReader.objects.all()] == ["a"]
+    assert [row.pk.rpartition(".")[2] for row in Verifier.objects.filter(stopped_at__isnull=True)] == ["a"]
     assert Change.objects.exists()
+
+
+def test_reader_that_is_forgotten_while_it_reads_starts_again(send: Send, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: no reader that receipts no longer wait for goes on answering from memory."""
+    after = begin(send)
+    Verifier.objects.update(seen_at=now() - timedelta(hours=2))
+    require_room = readers._require_room
+
+    def forget(*arguments: Any) -> None:
+        require_room(*arguments)
+        forget_old_readers(now())
+
+    monkeypatch.setattr(readers, "_require_room", forget)
+    assert read(send, after).body["code"] == "cursor_expired"

@@ -17,6 +17,7 @@ import yaml
 from django.conf import settings
 
 from keyvault.management.service import beat_program, server_program, worker_program
+from keyvault.project.configuration import SETTINGS
 from keyvault.wire.planes import Plane
 from tests.architecture.deployment import (
     COMPOSE,
@@ -124,6 +125,15 @@ def test_programs_of_make_run_have_the_options_of_the_table() -> None:
     assert bounds <= set(_options(TABLE["web"].command))
 
 
+def test_settings_of_the_samples_exist() -> None:
+    """A process refuses to start with an unknown setting. Lines that are commented out count, too."""
+    known = {name for setting in SETTINGS for name in setting.names()}
+    for sample in ("systemd/environment", "systemd/console", "compose/settings.env", "compose/console.env"):
+        named = re.findall(r"^(?:# )?([A-Z_]+)=", (DEPLOY / sample).read_text(), re.MULTILINE)
+        assert named
+        assert [name for name in named if name not in known] == []
+
+
 def _options(command: list[str]) -> dict[str, str]:
     words = [*command, "--"]
     return {
@@ -157,6 +167,36 @@ def test_units_pass_the_checks_of_systemd(units_here: list[Path]) -> None:
         security = [analyze, "security", "--offline=true", f"--threshold={MAX_EXPOSURE}", str(unit)]
         done = subprocess.run(security, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
+
+
+def test_units_of_an_upgrade_share_no_address_with_the_servers_in_service(tmp_path: Path) -> None:
+    """Guarantee: a second server that docs/upgrades.md starts differs from the first one in its addresses alone.
+
+    The commands run as written, on folders of this test.
+    """
+    page = (ROOT / "docs" / "upgrades.md").read_text()
+    script = "\n".join(re.findall(r"^```sh (?:units|standby)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    units, standby = tmp_path / "etc", tmp_path / "run"
+    units.mkdir()
+    for folder, here in (("/etc/systemd/system", units), ("/run/systemd/system", standby)):
+        assert folder in script
+        script = script.replace(folder, str(here))
+    subprocess.run(["/bin/bash", "-euc", f"systemctl() {{ :; }}; NEW=/opt/next\n{script}"], cwd=ROOT, check=True)
+    assert {path.name: path.read_text() for path in units.iterdir()} == {
+        path.name: path.read_text().replace("/opt/keyvault", "/opt/next") for path in UNITS
+    }
+    address = re.compile(r"(?<=127\.0\.0\.1:)\d+|(?<=--port )\d+|(?<=RuntimeDirectory=).+|(?<=--socket )\S+")
+    in_service = {found for path in units.iterdir() for found in address.findall(path.read_text())}
+    servers = [name for name, row in TABLE.items() if row.probes]
+    assert {path.name for path in standby.iterdir()} == {f"keyvault-standby-{name}.service" for name in servers}
+    for name in servers:
+        ours, theirs = (
+            (folder / file).read_text()
+            for folder, file in ((units, f"keyvault-{name}.service"), (standby, f"keyvault-standby-{name}.service"))
+        )
+        assert len(address.findall(theirs)) == len(address.findall(ours)) >= 2
+        assert not set(address.findall(theirs)) & in_service
+        assert address.sub("", theirs) == address.sub("", ours)
 
 
 # --- the image --------------------------------------------------------------------------------------------

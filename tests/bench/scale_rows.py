@@ -42,6 +42,7 @@ from keyvault.models import (
     Merchant,
     Notice,
     ProviderConnection,
+    RecipientKey,
     Refusal,
     UsageReporter,
     UseBucket,
@@ -53,6 +54,7 @@ from keyvault.models import (
 from keyvault.models.usage import UseSpan
 from keyvault.services import maintenance
 from keyvault.services.issuance.requests import collect_key
+from keyvault.services.keys.recipient_keys import set_recipient_key
 from keyvault.services.recording.revocation_log import append_lines
 from keyvault.services.revocations import anchor
 from keyvault.services.secrets.provider_connections import set_connection
@@ -88,6 +90,9 @@ MERCHANTS_EVERY = 20
 
 CONNECTIONS = 3
 """Provider connections of each account."""
+
+RECIPIENT = "3p7bfXt9wbTTW2HC7OQ1Nz-DQ8hbeGdNrfx-FG-IK08"
+"""An X25519 public key."""
 
 BUSY_EVERY = 10
 """One credential in this many is used; each of them has 100 minute rows."""
@@ -162,6 +167,7 @@ def load(size: Size) -> Samples:
         load_keys(size, samples)
         load_schedule(size, samples)
         load_issuance(size, samples)
+        load_recipient_keys(size, samples)
         load_changes(size, samples)
         load_audit(size, samples)
         load_notices(size, samples)
@@ -227,6 +233,7 @@ def make_samples(now: datetime) -> Samples:
     token, _ = issue_customer_token(
         grant(scene.holder_of(key), P.CUSTOMER_TOKENS_WRITE, place), place, key, customer_id="customer"
     )
+    set_recipient_key(grant(scene.holder_of(key), P.RECIPIENTS_WRITE, place), key, RECIPIENT)
     connecting = grant(scene.tam(), P.CONNECTIONS_WRITE, place)
     set_connection(connecting, place, "stripe", Plaintext("sk_live_platform"))
     save_schedule(grant(scene.tam(), P.SCHEDULES_WRITE), Scope(PRODUCTION), ScheduleDraft(365))
@@ -430,6 +437,15 @@ def load_issuance(size: Size, samples: Samples) -> None:
     copy(samples.request, 1, size.credentials, issuance_request_id=request, created_at=begun, **changed)
     approval = IssuanceApproval.objects.filter(request=samples.request).earliest("pk")
     copy(approval, 1, size.credentials, request_id=request)
+
+
+def load_recipient_keys(size: Size, samples: Samples) -> None:
+    """Load the recipient key of one credential in ten, of those that no rotation refers to."""
+    number, sample = f"({size.credentials} + 1 - n)", RecipientKey.objects.get(credential=samples.key.credential)
+    place = {"credential_id": credential(number), "account_id": account_of(number, size), "key_id": key(number)}
+    times = {column: spread_over(column, 60) for column in ("created_at", "applies_at")}
+    about = prefixed_id("rcp", "recipient", "n")
+    copy(sample, 1, size.credentials // 10, recipient_key_id=about, **place, **times)
 
 
 def load_changes(size: Size, samples: Samples) -> None:

@@ -201,6 +201,15 @@ def test_review_access_prints_csv_and_json() -> None:
     assert len(rest) == 2
 
 
+def test_list_operators_prints_each_on_one_line() -> None:
+    make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
+    output = io.StringIO()
+    call_command("list_operators", stdout=output)
+    _, *lines = output.getvalue().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["  - username admin", "  - username tam"]
+    assert "roles technical_account_manager, " in lines[1]
+
+
 def test_reset_operator_password_reads_it_and_ends_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     client = browser(make_operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER))
     type_in(monkeypatch, NEW)

@@ -4,6 +4,7 @@ The tables have some hundreds of rows; the planner believes in a thousand times 
 """
 
 import json
+from datetime import UTC, datetime
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -24,9 +25,10 @@ from keyvault.admin.oversight import audit
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Credential, IssuanceRequest, Key, Notice, Refusal
+from keyvault.models import Change, Credential, IssuanceRequest, Key, Notice, Refusal
 from keyvault.models.usage import UseOutcome
 from keyvault.project import celery_app
+from keyvault.services.change_feed import readers
 from keyvault.services.secrets.stored_copies import read_string
 from keyvault.services.usage import recorder
 from keyvault.services.usage.recorder import UsageLog
@@ -90,7 +92,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(300)  # explains some thousand queries
-def test_no_job_and_no_request_reads_a_large_table() -> None:
+def test_no_job_and_no_request_reads_a_large_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: the cost of a periodic job or a request does not grow with the number of keys, uses or changes."""
     samples = scale_rows.load(SIZE)
     multiply_statistics(FACTOR)
@@ -115,6 +117,7 @@ def test_no_job_and_no_request_reads_a_large_table() -> None:
         with queries.watch(f"a rotation's turn in {state}"):
             advance_rotation(samples.rotations[state].rotation_id)
     make_requests(samples, queries)
+    follow_changes(samples, queries, monkeypatch)
     make_campaigns(queries)
     open_objects(samples, queries)
     open_pages(samples, queries)
@@ -240,23 +243,48 @@ def list_filtered(samples: Samples) -> list[str]:
     return filtered
 
 
-def make_requests(samples: Samples, queries: SlowQueries) -> None:
-    """Make the requests that use a key, as a merchant or its gateway does."""
-    client = Client()
-    _, token = make_token(*SERVICE_PERMISSIONS, scope=StringScope.ALL)
-    service = {"Authorization": f"Bearer {token.reveal()}"}
-    rotation = Rotation.objects.get(pk=samples.rotations[S.AWAITING_PROOF].rotation_id)
-    assert rotation.replacement is not None
-    text = read_string(rotation.replacement).reveal()
-    merchant = {"X-Api-Key": text}
+class Caller:
+    """Sends requests as a merchant or its gateway does, and explains their queries."""
 
-    def ask(name: str, method: str, path: str, body: object = None, /, **headers: str) -> Any:
-        with queries.watch(name):
-            response = client.generic(
+    def __init__(self, queries: SlowQueries) -> None:
+        self._client, self._queries = Client(), queries
+        _, token = make_token(*SERVICE_PERMISSIONS, scope=StringScope.ALL)
+        self.service = {"Authorization": f"Bearer {token.reveal()}"}
+
+    def ask(self, name: str, method: str, path: str, body: object = None, /, **headers: str) -> Any:
+        with self._queries.watch(name):
+            response = self._client.generic(
                 method, path, json.dumps(body) if body else b"", content_type="application/json", headers=headers
             )
         assert response.status_code in (200, 201, 202, 204), (name, response.content)
         return response.json() if response.content else None
+
+
+def follow_changes(samples: Samples, queries: SlowQueries, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the requests of a verifier that reads the change feed over HTTP."""
+    # The test's own transaction has drawn sequences and stays open.
+    monkeypatch.setattr(readers, "find_confirmed_here", lambda: Change.objects.latest("sequence").sequence)
+    caller = Caller(queries)
+    ask, service, read = caller.ask, caller.service, "/v1/changes?reader=r1"
+    sequence = ask("register a reader", "GET", read, **service)["sequence"]
+    ask("revoke for the reader", "POST", f"/v1/keys/{samples.key.key_id}/revoke", {"reason": "superseded"}, **service)
+    sequence = ask("read changes", "GET", f"{read}&after={sequence}", **service)["sequence"]
+    ask("confirm changes", "POST", "/v1/changes/confirmations", {"reader": "r1", "sequence": sequence}, **service)
+    report = {"reader": "r1", "number": 1, "flushed_through": datetime.now(UTC).isoformat(), "uses": []}
+    ask("report no use", "POST", "/v1/usage-reports", report, **service)
+    ask("read the rules", "GET", "/v1/snapshot", **service)
+    ask("read a record", "GET", f"/v1/snapshot/keys?key_ids={samples.key.key_id}", **service)
+    ask("read a token", "GET", f"/v1/snapshot/customers?token_ids={samples.token.token_id}", **service)
+
+
+def make_requests(samples: Samples, queries: SlowQueries) -> None:
+    """Make the requests that use a key."""
+    caller = Caller(queries)
+    ask, service = caller.ask, caller.service
+    rotation = Rotation.objects.get(pk=samples.rotations[S.AWAITING_PROOF].rotation_id)
+    assert rotation.replacement is not None
+    text = read_string(rotation.replacement).reveal()
+    merchant = {"X-Api-Key": text}
 
     numbers = count()
 
@@ -287,6 +315,8 @@ def make_requests(samples: Samples, queries: SlowQueries) -> None:
     ask("order", "GET", f"/production/merchants/orders/{token}", **merchant)
     token_id = send("customer token", "/production/customers/one/access-tokens", None, **merchant)["token_id"]
     ask("revoke the token", "DELETE", f"/production/customers/access-tokens/{token_id}", **merchant)
+    recipient = {"recipient_public_key": scale_rows.RECIPIENT}
+    ask("recipient key", "PUT", "/production/credentials/recipient-key", recipient, **merchant)
     ask("acknowledge", "POST", "/production/credentials/acknowledge", **merchant)
     ask("revoke-self", "POST", "/production/credentials/revoke-self", **merchant)
     ask("revoke-self, repeated", "POST", "/production/credentials/revoke-self", **merchant)

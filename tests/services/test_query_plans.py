@@ -23,10 +23,12 @@ from keyvault.models import (
     OperatorChange,
     UseBucket,
     UseContext,
+    Verifier,
     WebhookDelivery,
 )
 from keyvault.models.usage import UseOutcome
 from keyvault.services import alarm_messages, idempotency, operator_changes
+from keyvault.services.change_feed import receipts
 from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
 from keyvault.services.operators import role_use
@@ -44,6 +46,7 @@ from keyvault.services.webhooks.endpoints import add_endpoint
 from keyvault.services.work import leases
 from tests.factories import account, grant, have_peppers, issue, make_merchant, make_operator, now
 from tests.plans import copy_row, explain
+from tests.verifiers import make_verifier
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
 
@@ -168,6 +171,20 @@ def make_backlog() -> None:
     WebhookDelivery.objects.filter(notice=notices[1]).delete()
     copy_row(Notice, notice_id="'ntc_' || n")
     copy_row(WebhookDelivery, notice="'ntc_' || n")
+
+
+def test_receipt_reads_the_running_verifiers_and_the_latest_others() -> None:
+    """The cost of a receipt, which a revocation polls, does not grow with the verifiers of the last days."""
+    key, _ = issue(account())
+    make_verifier()
+    copy_row(Verifier, verifier_id="'stopped-' || n", stopped_at="now()")
+    sequence = lifecycle.last_sequence(key)
+    _, verifiers = explain(lambda: receipts.find_receipt(sequence))
+    (unconfirmed,) = explain(lambda: receipts.list_unconfirmed(sequence))
+    for plan in (verifiers, unconfirmed):
+        assert "Index Cond: (stopped_at IS NULL)" in plan
+        assert "Seq Scan" not in plan
+    assert "Index Scan Backward using verifier_stopped" in verifiers
 
 
 def test_measuring_the_queues_reads_only_due_rows() -> None:

@@ -1,6 +1,6 @@
-"""What the client's logic asks its sync or async face to do.
+"""The operations that the client's logic asks for, and that a sync or an async runner performs.
 
-The logic is a generator: it yields an effect and gets its outcome. It does no I/O, so both faces share it.
+The logic is a generator: it yields an effect and gets its outcome. It does no I/O, so both runners share it.
 """
 
 import json

@@ -12,7 +12,7 @@ from keyvault_client.addresses import parse_base_url
 from keyvault_client.effects import Failure, KeySource, Send
 from keyvault_client.errors import RefusedError
 from keyvault_client.keystrings import as_plaintext
-from keyvault_client.transport import SyncFace
+from keyvault_client.transport import SyncRunner
 
 
 class StaticKey:
@@ -88,7 +88,7 @@ class VaultKey:
         self._url = f"{parse_base_url(address or os.environ.get('VAULT_ADDR', ''))}/v1/{path.strip('/')}"
         self._field = field
         self._token = token or EnvironmentKey("VAULT_TOKEN")
-        self._face = SyncFace(tls)
+        self._runner = SyncRunner(tls)
         self.watch_seconds = watch_seconds
 
     def read(self, timeout: float) -> Plaintext:
@@ -96,10 +96,10 @@ class VaultKey:
         deadline = time.monotonic() + timeout
         send = Send("GET", self._url, {"X-Vault-Token": self._token.read(timeout)}, b"", deadline)
         try:
-            reply = self._face.send(send)
+            reply = self._runner.send(send)
         finally:
             # The next read may be a minute away: keep no idle connection.
-            self._face.close()
+            self._runner.close()
         if isinstance(reply, Failure):
             raise LookupError(f"no answer of the Vault: {reply.cause}")
         if reply.status != 200:

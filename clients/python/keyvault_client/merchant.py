@@ -29,7 +29,7 @@ from keyvault_client.errors import (
 from keyvault_client.key_sources import as_key_source
 from keyvault_client.keystrings import ENVIRONMENT_SCOPES, KEY_SHAPED, is_same, key_id, kind_and_scope
 from keyvault_client.retries import RetryBudget, backoff, is_temporary, parse_retry_after
-from keyvault_client.transport import AsyncFace, SyncFace
+from keyvault_client.transport import AsyncRunner, SyncRunner
 
 logger = logging.getLogger("keyvault_client")
 
@@ -68,7 +68,7 @@ class MerchantOptions:
 
 
 class _MerchantLogic:
-    """What both faces share. It does no I/O, see `effects`."""
+    """What the sync and the async client share. It does no I/O, see `effects`."""
 
     def __init__(self, base_url: str, environment: str, key: AnyKey, options: MerchantOptions) -> None:
         self._base = parse_base_url(base_url)
@@ -242,15 +242,15 @@ class MerchantClient(Calls[Response]):
     def __init__(self, base_url: str, environment: str, key: AnyKey, options: MerchantOptions | None = None) -> None:
         options = options or MerchantOptions()
         self._logic = _MerchantLogic(base_url, environment, key, options)
-        self._face = SyncFace(options.tls)
+        self._runner = SyncRunner(options.tls)
         self._deadline = options.deadline
 
     def watch_key(self) -> bool:
         """Read the key source now, for a process without traffic. Returns whether another key is in use after it."""
-        return self._face.run(self._logic.watch(time.monotonic() + self._deadline, now=True))
+        return self._runner.run(self._logic.watch(time.monotonic() + self._deadline, now=True))
 
     def close(self) -> None:
-        self._face.close()
+        self._runner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -259,7 +259,7 @@ class MerchantClient(Calls[Response]):
         self.close()
 
     def _start(self, call: Call) -> Response:
-        return self._face.run(self._logic.call(call))
+        return self._runner.run(self._logic.call(call))
 
 
 class AsyncMerchantClient(Calls[Awaitable[Response]]):
@@ -268,15 +268,15 @@ class AsyncMerchantClient(Calls[Awaitable[Response]]):
     def __init__(self, base_url: str, environment: str, key: AnyKey, options: MerchantOptions | None = None) -> None:
         options = options or MerchantOptions()
         self._logic = _MerchantLogic(base_url, environment, key, options)
-        self._face = AsyncFace(options.tls)
+        self._runner = AsyncRunner(options.tls)
         self._deadline = options.deadline
 
     async def watch_key(self) -> bool:
         """Read the key source now, for a process without traffic. Returns whether another key is in use after it."""
-        return await self._face.run(self._logic.watch(time.monotonic() + self._deadline, now=True))
+        return await self._runner.run(self._logic.watch(time.monotonic() + self._deadline, now=True))
 
     async def close(self) -> None:
-        await self._face.close()
+        await self._runner.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -285,7 +285,7 @@ class AsyncMerchantClient(Calls[Awaitable[Response]]):
         await self.close()
 
     def _start(self, call: Call) -> Awaitable[Response]:
-        return self._face.run(self._logic.call(call))
+        return self._runner.run(self._logic.call(call))
 
 
 def _require_path(path: str) -> None:

@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--file", required=True, type=Path, help="the key file")
     parser.add_argument("--recipient-key", required=True, type=Path, help="file with the private recipient key")
     parser.add_argument("--register", action="store_true", help="make a recipient key first, and register it")
-    parser.add_argument("--every", type=float, default=30, help="seconds between two questions")
-    parser.add_argument("--once", action="store_true", help="ask once, and exit")
+    parser.add_argument("--every", type=float, default=30, help="seconds between two polls")
+    parser.add_argument("--once", action="store_true", help="poll once, and exit")
     parser.add_argument("--exec", nargs=argparse.REMAINDER, help="command to run after the file was replaced; the last")
     return parser

@@ -1,7 +1,7 @@
-"""HTTP connections with a deadline for the whole exchange, and the two faces that perform effects.
+"""HTTP connections with a deadline for the whole exchange, and the two runners that perform effects.
 
-httpx limits each read of a socket. A server that sends a byte now and then never exceeds such a limit, so the sync face
-limits all operations of an exchange by one deadline. The async face cancels the exchange.
+httpx limits each read of a socket. A server that sends a byte now and then never exceeds such a limit, so the sync
+runner limits all operations of an exchange by one deadline. The async runner cancels the exchange.
 """
 
 import os
@@ -124,7 +124,7 @@ class DeadlineTransport(httpx.BaseTransport):
         self._pool.close()
 
 
-class SyncFace:
+class SyncRunner:
     """Performs effects with blocking calls. Threads share its connections; a forked process makes its own."""
 
     def __init__(self, tls: ssl.SSLContext | None = None, socket: str | None = None) -> None:
@@ -172,7 +172,7 @@ class SyncFace:
             _deadline.reset(token)
 
 
-class AsyncFace:
+class AsyncRunner:
     """Performs effects on the running event loop of asyncio or trio."""
 
     def __init__(self, tls: ssl.SSLContext | None = None, socket: str | None = None) -> None:

@@ -21,7 +21,7 @@ from keyvault_client.effects import Failure, Reply, Send, Steps
 from keyvault_client.errors import RefusedError, printable_code
 from keyvault_client.keystrings import as_plaintext, kind_and_scope
 from keyvault_client.retries import WHOLE_SECONDS
-from keyvault_client.transport import AsyncFace, SyncFace
+from keyvault_client.transport import AsyncRunner, SyncRunner
 
 logger = logging.getLogger("keyvault_client")
 
@@ -62,7 +62,7 @@ class ServiceAddress:
 
 
 class VerifierLogic:
-    """What both faces share. It does no I/O, see `effects`."""
+    """What the sync and the async client share. It does no I/O, see `effects`."""
 
     def __init__(self, address: ServiceAddress, timeout: float) -> None:
         self._address = address
@@ -109,14 +109,14 @@ class Verifier:
     ) -> None:
         address = ServiceAddress(url, environment, service_token, tls)
         self._logic = self._logic_type(address, timeout)
-        self._face = SyncFace(tls, address.socket)
+        self._runner = SyncRunner(tls, address.socket)
 
     def verify(self, question: Question) -> Decision:
         """Return the decision: a refusal with status 503 unless the service decides before the deadline."""
-        return self._face.run(self._logic.verify(question))
+        return self._runner.run(self._logic.verify(question))
 
     def close(self) -> None:
-        self._face.close()
+        self._runner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -141,14 +141,14 @@ class AsyncVerifier:
     ) -> None:
         address = ServiceAddress(url, environment, service_token, tls)
         self._logic = self._logic_type(address, timeout)
-        self._face = AsyncFace(tls, address.socket)
+        self._runner = AsyncRunner(tls, address.socket)
 
     async def verify(self, question: Question) -> Decision:
         """Return the decision: a refusal with status 503 unless the service decides before the deadline."""
-        return await self._face.run(self._logic.verify(question))
+        return await self._runner.run(self._logic.verify(question))
 
     async def close(self) -> None:
-        await self._face.close()
+        await self._runner.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -37,14 +37,14 @@ def _all(rows: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Rows that may need attention, not read yet.
+    """A selection of rows that may need attention. It reads nothing yet.
 
     Args:
         rows: in the order in which they are shown, limited to the operator's scope.
         query: filters the list that the item links to.
         tone: `alarm`, `action`, or `plain` for what others must do.
         decide: permission of the decision that the rows wait for; rows that the operator may not decide are left out.
-        select: returns which of some rows belong to the item, where no condition in SQL tells.
+        select: returns which of the given rows belong to the item, if SQL cannot express the condition.
         one: what one row is, such as `Rotation stalled`.
         button: label of the link to a row.
         entry: entry of the menu that counts the rows; empty: that of the model admin.
@@ -65,7 +65,7 @@ class Attention:
         """Return the rows that the menu counts: without those that need another person's decision."""
         rows = self.model_admin.rows_shown(request, self.rows)
         if self.decide is not None and operation(self.decide).second_person:
-            # Otherwise many requests of the operator would hide the others.
+            # Rows are limited: the operator's own requests must not displace those of others.
             rows = rows.exclude(requester_person=operator_of(request).person)
         return rows
 

@@ -563,7 +563,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return Link(action.label, reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_{action.name}"))
 
     def attention(self, title: str, rows: QuerySet[Any], query: str, tone: str = "plain", **options: Any) -> Attention:
-        """Return an attention item of these rows; `query` filters the list that it links to. `options`: its others."""
+        """Return an attention item of these rows; `query` filters the list that it links to. `options`: more fields."""
         return Attention(self, title, rows, query, tone, **options)
 
     def approval(self, title: str, rows: QuerySet[Any], query: str, tone: str = "action", **options: Any) -> Attention:

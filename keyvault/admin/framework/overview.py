@@ -23,7 +23,7 @@ class OverviewPart:
 
 
 FindPart = Callable[[HttpRequest], OverviewPart | None]
-"""Return the part for the operator, of the environments that the operator has chosen; None: may not see it."""
+"""Return the operator's part, limited to the chosen environments. None: the operator may not see it."""
 
 
 def format_number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Pages of the console without its frame, which need no query: errors, and forms that were sent too late."""
+"""Pages of the console without its frame, which need no query: errors, and forms whose session has expired."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
 )
 
 _NOT_KEPT = ("csrfmiddlewaretoken", "password", "second_factor", "secret")
-"""Beginnings of the names of fields that no page shows again."""
+"""Prefixes of the names of fields whose values no page shows again."""
 
 
 def error_page(request: HttpRequest, title: str, detail: str, status: int, request_id: str) -> HttpResponse:

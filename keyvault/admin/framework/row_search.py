@@ -18,7 +18,7 @@ def find_ids(selections: Sequence[QuerySet[Any]], most: int) -> list[list[str]]:
 
 
 def _ids(rows: QuerySet[Any], number: int, most: int) -> QuerySet[Any]:
-    # Limited inside: SQLite allows no limit in a part of a union.
+    # The limit is in a subquery: SQLite allows none in a part of a union.
     selected = rows.model._base_manager.filter(pk__in=rows.values("pk")[:most]).order_by()
     values = {"number": Value(number, IntegerField()), "row_id": Cast("pk", TextField())}
     found: QuerySet[Any] = selected.annotate(**values).values_list("number", "row_id")

@@ -1,4 +1,4 @@
-"""Recipient keys in the console: what merchants set, approved earlier by two persons, withdrawn by one."""
+"""Recipient keys in the console. Two operators may approve that one applies earlier; one operator may withdraw it."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -48,9 +48,9 @@ class RecipientKeyAdmin(ConsoleModelAdmin):
             P.RECIPIENTS_APPROVE,
             approve_recipient_key,
             (
-                "Rotations requested from now on are sealed to this key instead of 24 hours after it was set. Ask the "
-                "merchant first: everyone who holds the credential's API key can set a recipient key. Two persons "
-                "approve."
+                "The key applies now, not only 24 hours after it was set. Rotations requested from now on use it. "
+                "Ask the merchant first: everyone who holds the credential's API key can set a recipient key. Two "
+                "persons approve."
             ),
             approved="Approved. Rotations requested from now on are sealed to this key.",
             is_undecided=_is_pending,

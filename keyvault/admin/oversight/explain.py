@@ -242,7 +242,7 @@ def _check(code: ErrorCode, passed: bool) -> EvidenceItem:
 
 
 def _find_secret(sent: QueryDict) -> str | None:
-    """Return why the input is refused unseen: a whole key, or an id field with more than an id. None: neither."""
+    """Return why the input is refused without a look-up: a whole key, or a text longer than an id. None: neither."""
     texts = [text for _, values in sent.lists() for text in map(str, values)]
     if any(find_exposed(text) is not None for text in texts):
         return _WHOLE_KEY

@@ -1,4 +1,4 @@
-"""The change feed over HTTP: read it, confirm it, report uses, and read what a verifier decides with."""
+"""The change feed over HTTP: read and confirm changes, report uses, and read the records and rules to decide with."""
 
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -42,12 +42,12 @@ class ChangesView(ServiceView):
 
     @documented(
         "changes_list",
-        summary="Read the change feed, with a long poll.",
+        summary="Read the change feed by long polling.",
         description="For a verifier that answers from memory. `reader` names one process; without `after` it is "
         "registered, with an empty memory. Apply every change, read on with `after` = `sequence`, and confirm that "
-        "sequence. Some changes come again; apply them again. The memory may be used for `staleness_seconds`, counted "
-        "from when this request was sent plus `waited_seconds`. A reader holds back receipts, and the silence and the "
-        "acceptance of rotations, like any verifier. 410 `cursor_expired`: drop the memory and start without `after`.",
+        "sequence. Some changes are repeated; apply them again. Use the memory until `staleness_seconds` plus "
+        "`waited_seconds` after you sent this request. Receipts wait for a reader as for any verifier, and so do the "
+        "acceptance and the silence of rotations. 410 `cursor_expired`: drop the memory and start without `after`.",
         permission=Permission.KEYS_REPLICATE,
         answers={200: CHANGES_BODY},
         codes=_READER_CODES,
@@ -112,7 +112,7 @@ class UsageReportsView(ServiceView):
 
     @documented(
         "usage_reports_create",
-        summary="Report uses that a reader has decided from memory.",
+        summary="Report the uses of keys that a reader decided from memory.",
         description="Every use up to `flushed_through` is in this report or an earlier one, so that a rotation never "
         "takes missing reports for silence. `number` starts at 1 and grows by one; a repeated number adds nothing. "
         "Report every second or two, also without uses: after 10 seconds the reader counts as lost, and silence starts "
@@ -150,9 +150,9 @@ class SnapshotKeysView(ServiceView):
     @documented(
         "snapshot_keys_read",
         summary="Read the records of keys.",
-        description="The states and restrictions of up to 100 keys. Unknown keys and others than those in the token's "
-        "scope are absent. Records have digests only for a token with `keys:replicate_digests`, whose reader has "
-        "peppers of its own.",
+        description="The states and restrictions of up to 100 keys. Unknown keys, and keys outside the token's scope, "
+        "are absent. Records have digests only for a token with `keys:replicate_digests`, whose reader has peppers of "
+        "its own.",
         permission=Permission.KEYS_REPLICATE,
         answers={200: SNAPSHOT_KEYS_BODY},
         parameters=[SnapshotKeysQuery],
@@ -171,8 +171,8 @@ class SnapshotTokensView(ServiceView):
     @documented(
         "snapshot_tokens_read",
         summary="Read the records of service tokens, for a regional verifier.",
-        description="Tokens whose environments and merchants are within this token's, with their digests. Others are "
-        "absent, and so are permissions other than `keys:verify`.",
+        description="Tokens whose environments and merchants are within the calling token's, with their digests. Other "
+        "tokens are absent. `keys:verify` is the only permission that is listed.",
         permission=Permission.KEYS_REPLICATE_DIGESTS,
         answers={200: SNAPSHOT_TOKENS_BODY},
         parameters=[SnapshotTokensQuery],

@@ -281,10 +281,10 @@ class DatabaseVerifier(AssembledVerifier):
             usage_log.start()
             self._follower.start()
         finally:
-            connection.close()  # this thread's own; threads started by it have theirs
+            connection.close()  # only of this thread; each started thread has its own
 
     def end(self) -> None:
-        """Write the uses, which rotations rely on, deregister, which receipts wait for, and write the refusals."""
+        """Write the uses for rotations, deregister so that no receipt waits, and write the refusals."""
         try:
             for stop in (usage_log.stop, self._follower.stop, refusal_log.stop):
                 try:

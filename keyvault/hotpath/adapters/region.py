@@ -1,8 +1,8 @@
 """The verifier of a region: the engine without a log-in to the database.
 
 It reads records, rules and the change feed from the central service, with a service token that may replicate digests.
-Peppers come from the region's own secret backend, and limits are counted in the region. While the line is down it
-answers from memory for the token's staleness bound, and `verifier_stale` after that.
+Peppers come from the region's own secret backend, and limits are counted in the region. While the central service is
+unreachable, the verifier answers from memory for the token's staleness bound, and with `verifier_stale` after that.
 """
 
 import asyncio
@@ -59,14 +59,14 @@ _log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 READ_SECONDS: Final = 4.0
-"""Maximum time of one read for a request, in seconds. Below the staleness bound: an older reply decides nothing."""
+"""Maximum time of one read for a request, in seconds. Below every staleness bound: an older reply must not be used."""
 
-READERS: Final = 8
-"""Threads that read from the central service."""
+READ_THREADS: Final = 8
+"""Number of threads that read from the central service."""
 
 _PEPPER_SECONDS: Final = 5.0
 _PIECES: Final = 1_000
-"""Numbers of one report's pieces: a report of more rows is sent in several."""
+"""Maximum pieces of a report, which are numbered from the report's number times this."""
 
 _PIECE_BYTES: Final = 60_000
 """Maximum size of the uses of one piece as JSON, in bytes. The service reads bodies of 64 KiB."""
@@ -77,7 +77,7 @@ class CentralStore(AsyncStore):
 
     def __init__(self, central: CentralService) -> None:
         self._central = central
-        self._threads = ThreadPoolExecutor(READERS, "central")
+        self._threads = ThreadPoolExecutor(READ_THREADS, "central")
         self.default_limits: Mapping[str, Limit] = {}
 
     async def find(self, kind: str, ids: frozenset[str]) -> Mapping[str, Found]:
@@ -127,7 +127,7 @@ class CentralStore(AsyncStore):
 
 
 class CentralPeppers:
-    """The versions of the peppers, as the central service lists them; the last list while it does not answer."""
+    """Lists the pepper versions of the central service. While it does not answer, the last list counts."""
 
     def __init__(self, central: CentralService) -> None:
         self._central = central
@@ -136,7 +136,7 @@ class CentralPeppers:
         self._lock = threading.Lock()
 
     def __call__(self, pepper_set: PepperSet) -> list[PepperVersion]:
-        """Return the rows of a set. Raises CentralUnavailableError before the first list."""
+        """Return the versions of a set. Raises CentralUnavailableError if no list was read yet."""
         with self._lock:
             if time.monotonic() - self._read_at >= _PEPPER_SECONDS:
                 try:
@@ -170,7 +170,7 @@ class CentralSink:
         self._through = datetime.now(UTC)
 
     def register(self, reporter_id: str, now: datetime, report: int) -> None:
-        """Register nothing: the first read of the feed did."""
+        """Do nothing: the first read of the feed registers the reader."""
 
     def store(self, report: Report) -> bool:
         """Send a report in pieces. Only the last one moves the watermark. Raises CentralUnavailableError."""
@@ -187,10 +187,10 @@ class CentralSink:
         return True
 
     def shred(self, report: Report) -> None:
-        """Shred nothing: stored replies expire."""
+        """Do nothing: stored replies expire."""
 
     def report_dead(self, now: datetime) -> None:
-        """Report nothing: without a file, the silence of keys starts again when a process is killed."""
+        """Do nothing: no file keeps the uses of a killed process. The silence of keys starts again instead."""
 
     def _send(self, *, number: int, through: datetime, uses: Sequence[dict[str, object]], is_final: bool) -> None:
         try:

@@ -83,7 +83,7 @@ _log = logging.getLogger("keyvault.requests")
 
 
 class VerificationDeniedError(Exception):
-    """Refuses the whole request with a denial. `is_verdict`: on the client's key, and recorded as such."""
+    """Refuses the whole request with a denial. `is_verdict`: it is a verdict on the client's key, and recorded."""
 
     def __init__(self, denial: Denial, headers: Mapping[str, str] | None = None, *, is_verdict: bool = False) -> None:
         super().__init__(denial.detail)

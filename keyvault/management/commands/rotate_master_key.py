@@ -16,9 +16,9 @@ from keyvault.services.secrets.master_key import rotate_master_key
 
 class Command(JsonCommand):
     help = (
-        "Encrypt the local keystore and the seeds of second factors again, under a new master key. First stop every "
-        "process of this host; it refuses otherwise. It may be killed and run again. Until it has ended the former "
-        "key is needed, and afterwards for backups made before."
+        "Encrypt the local keystore and the seeds of second factors again, under a new master key. Stop every process "
+        "of this host first; otherwise the command refuses. If it is killed, run it again. Keep the former key: the "
+        "command needs it until it has ended, and so do earlier backups."
     )
 
     def add_options(self, parser: CommandParser) -> None:

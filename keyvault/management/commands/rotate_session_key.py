@@ -16,11 +16,13 @@ from keyvault.services.sessions.session_key import FALLBACK_NAME, KEY_NAME, rota
 class Command(JsonCommand):
     help = (
         "Replace the key in the data folder that signs the console's sessions. Restart the servers afterwards. "
-        "Sessions continue under the former key until they end, within 8 hours; with --end-sessions all end then."
+        "Sessions signed with the former key stay valid until they end, within 8 hours. With --end-sessions all end."
     )
 
     def add_options(self, parser: CommandParser) -> None:
-        parser.add_argument("--end-sessions", action="store_true", help="the former key is worth nothing any more")
+        parser.add_argument(
+            "--end-sessions", action="store_true", help="end all sessions: the former key no longer verifies any"
+        )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         grant = authorize(HOST, Permission.INSTALLATION_MAINTAIN, now=self.now)

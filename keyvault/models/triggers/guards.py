@@ -147,7 +147,7 @@ RECIPIENTS: tuple[TriggerRule, ...] = (
         "recipientkey_delayed",
         "keyvault_recipientkey",
         "INSERT",
-        # A row that claims to be older would apply at once. The hour is for clocks that differ.
+        # An earlier `created_at` would make the key apply immediately. The hour allows for clocks that differ.
         "NEW.account_environment <> 'sandbox' AND (NEW.approvals_needed < 2 OR NOT coalesce("
         "epoch(NEW.created_at) >= epoch(CURRENT_TIMESTAMP) - 3600 "
         "AND epoch(NEW.applies_at) >= epoch(NEW.created_at) + 86400, FALSE))",

@@ -97,7 +97,7 @@ def find_review_fault(act: BreakGlass, person: str) -> str | None:
 
 
 def review_break_glass(grant: Grant, act: BreakGlass) -> None:
-    """Record a review. It is the last one, except the first of the two reviews of a claimed action.
+    """Record a review. It completes the action, unless it is the first of a claimed action's two reviews.
 
     Raises StateConflictError for a person or an operator with a fault, see `find_review_fault` and
     `find_authority_fault`, and on a command line.

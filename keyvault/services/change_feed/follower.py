@@ -46,8 +46,9 @@ POLL_SECONDS = 0.2
 """Maximum wait between polls, in seconds; bounds the delay of a change whose notification was lost."""
 
 _GENERATION_SECONDS = 0.05
-"""Interval between two reads of the host's generation counter on SQLite, in seconds. A read is no system call; each
-statement of a poll takes the interpreter's lock from the thread that answers requests."""
+"""Interval between two reads of the host's generation counter on SQLite, in seconds. It is shorter than
+POLL_SECONDS, because a read of the counter makes no system call. Each statement of a poll takes the interpreter's lock
+from the thread that answers requests."""
 
 _TURN_SECONDS = ANSWER_SECONDS + POLL_SECONDS
 """Maximum duration of one poll and the wait after it, in seconds, when all replies arrive in time."""
@@ -109,7 +110,7 @@ class Follower(BackgroundThread):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the last confirmed poll is within the staleness limit."""
+        """Whether the last confirmed poll is within the staleness bound."""
         at = self._confirmed_at
         return at is not None and time.monotonic() - at <= settings.MAX_STALENESS_SECONDS
 
@@ -337,7 +338,7 @@ class _WakeUp:
         while not self._stop.wait(_GENERATION_SECONDS):
             current = generation().words[0]
             if current != self._seen_generation or time.monotonic() >= until:
-                # Remembered before the poll, which therefore finds every change announced so far.
+                # Read before the poll, which therefore finds every change that the counter has announced.
                 self._seen_generation = current
                 return
 
@@ -359,7 +360,7 @@ def _report_seconds() -> float:
 
 
 def _expires_after_seconds() -> float:
-    """Return how long after a report the process may answer: staleness limit plus report interval."""
+    """Return how long after a report the process may answer: staleness bound plus report interval."""
     return float(settings.MAX_STALENESS_SECONDS) + _report_seconds()
 
 

@@ -1,16 +1,18 @@
 """Readers: verifiers that follow the change feed over HTTP and have no log-in to the database.
 
-A reader is a verifier like any other: receipts wait for it, and a rotation's silence waits for its reports. Each
-response lets it answer from memory for its token's staleness bound, counted from before the feed was polled.
+A reader is a verifier like any other: receipts wait for it, and a rotation's silence waits for its reports. After a
+response it may answer from memory for its token's staleness bound, counted from a time before the poll.
 
-**Guarantee.** No reader answers by the earlier state after the receipt of a change is complete. `read_changes` first
-writes that the reader is alive and then polls, so a change that the poll does not show is committed later, and its
-receipt waits for the reader: until it confirms the change, or until it has been stale for half its bound.
+**Guarantee.** Once the receipt of a change is complete, no reader answers by the state before the change.
+`read_changes` records that the reader is alive, and then polls. A change that the poll does not show is therefore
+committed later, and its receipt waits for the reader: until it confirms the change, or until it has been stale for half
+its bound.
 
 **Position.** `after` is a confirmed sequence that an earlier response offered: every change up to it was in that
 response or an earlier one. Changes above it are in every response until a later sequence is confirmed, so a reader
-applies some of them again. Changes that a live reader has not confirmed are not deleted (`forget_old_changes`). A
-reader whose position was never offered by this database has seen changes that it lacks: it starts again.
+applies some of them again. Changes that a live reader has not confirmed are not deleted (`forget_old_changes`). If this
+database never offered a reader's position, the database was restored, and lacks changes that the reader has seen: the
+reader starts again.
 """
 
 import time
@@ -20,7 +22,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from django.db import transaction
-from django.db.models import Model
+from django.db.models import F, Model
 from django.db.models.functions import Now
 
 from keyvault.access.permissions import Permission
@@ -62,7 +64,7 @@ MAX_USES: Final = 100
 """Maximum rows of one usage report. Long rows fill a body of 64 KiB sooner."""
 
 _FORGOTTEN_AFTER: Final = timedelta(hours=1)
-"""A reader that is silent for longer starts again."""
+"""Time after which a silent reader is deleted. It then starts again."""
 
 _OLDEST_USE: Final = timedelta(days=1)
 """Maximum age of a reported use."""
@@ -141,9 +143,10 @@ def confirm_changes(service: Service, name: str, sequence: int, now: datetime) -
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """A reader's numbered report: all its uses up to `flushed_through` are in it or in an earlier one.
+    """A reader's numbered report. All its uses up to `flushed_through` are in this report or in an earlier one.
 
-    `peppers`: the newest version that it has loaded of each set; empty: it has none. `is_final`: it deregisters.
+    `peppers`: the newest version of each set that the reader has loaded; empty for a reader without peppers.
+    `is_final`: the reader deregisters.
     """
 
     number: int
@@ -177,9 +180,9 @@ def report_usage(service: Service, name: str, report: UsageReport, now: datetime
         raise CursorExpiredError("The reader is unknown. Start again with an empty memory.")
     later = UsageReporter.objects.filter(pk=reader_id, report__gt=report.number)
     if later.filter(flushed_through_at__lt=report.flushed_through).exists():
-        # No late copy of an earlier report: adding nothing would lose its uses.
+        # A new report under an old number. Ignoring it like a late copy of an earlier one would lose its uses.
         raise StateConflictError(
-            f"The number {report.number} is that of an earlier report. A new process needs a name of its own."
+            f"An earlier report has the number {report.number}. Give each process a reader name of its own."
         )
     faults = [*_time_faults(report, now), *_key_faults(service, report.uses)]
     if faults:
@@ -196,12 +199,12 @@ def report_usage(service: Service, name: str, report: UsageReport, now: datetime
 
 
 def forget_old_readers(now: datetime) -> None:
-    """Delete a batch of readers that were silent for an hour. Their rows as verifiers stay, for receipts."""
+    """Delete a batch of readers that were silent for an hour. Their rows as verifiers stay for receipts, stopped."""
+    running = Verifier.objects.filter(door=DOOR, stopped_at__isnull=True)
+    # By the database's clock: receipts wait for no verifier that has stopped.
+    running.filter(seen_at__lt=Now() - _FORGOTTEN_AFTER).update(stopped_at=F("seen_at"))
     old = FeedReader.objects.filter(created_at__lt=now - _FORGOTTEN_AFTER).order_by("created_at")
-    alive = Verifier.objects.filter(
-        door=DOOR, stopped_at__isnull=True, seen_at__gte=now - _FORGOTTEN_AFTER
-    ).values_list("pk")
-    delete_batch(old.exclude(pk__in=alive))
+    delete_batch(old.exclude(pk__in=running.values_list("pk")))
 
 
 def _id_of(service: Service, name: str) -> str:
@@ -220,7 +223,7 @@ def _register(service: Service, reader_id: str, token: ServiceToken, now: dateti
         )
         reporter = UsageReporter.objects.filter(pk=reader_id)
         if reporter.exists():
-            # Unless it deregistered, it may have uses to report, which silence waits for.
+            # A reader that did not deregister may have uses to report. Silence waits for them.
             reporter.filter(stopped_at__isnull=False).update(flushed_through_at=now)
             reporter.update(stopped_at=None, lost_at=None)
         else:
@@ -228,8 +231,8 @@ def _register(service: Service, reader_id: str, token: ServiceToken, now: dateti
 
 
 def _require_room(service: Service, reader_id: str, token: ServiceToken) -> None:
-    """Raise StateConflictError when the token has as many other live readers as it may have. In a transaction."""
-    # Two readers that come simultaneously must not both take the last place.
+    """Raise StateConflictError if the token has its maximum of other live readers. Call it in a transaction."""
+    # The lock keeps two concurrent readers from both taking the last place.
     ServiceToken.objects.select_for_update(of=("self",)).get(pk=token.pk)
     others = FeedReader.objects.filter(lineage=service.lineage).exclude(pk=reader_id).values_list("pk")
     rows = Verifier.objects.filter(pk__in=others, stopped_at__isnull=True).annotate(now=Now())
@@ -241,7 +244,7 @@ def _require_room(service: Service, reader_id: str, token: ServiceToken) -> None
 
 
 def _renew(service: Service, reader_id: str, token: ServiceToken, after: int) -> None:
-    """Write that the reader is alive, before the feed is polled. Raises CursorExpiredError, StateConflictError."""
+    """Record that the reader is alive. Call it before the poll. Raises CursorExpiredError, StateConflictError."""
     reader = FeedReader.objects.filter(pk=reader_id).first()
     row = Verifier.objects.filter(pk=reader_id, stopped_at__isnull=True).annotate(now=Now()).first()
     if reader is None or row is None or not row.confirmed_sequence <= after <= reader.offered_sequence:
@@ -251,7 +254,9 @@ def _renew(service: Service, reader_id: str, token: ServiceToken, after: int) ->
             if not _is_live(row):
                 # Others may have taken its place meanwhile.
                 _require_room(service, reader_id, token)
-            Verifier.objects.filter(pk=reader_id).update(seen_at=Now(), staleness_ms=_staleness_ms(token))
+            alive = {"seen_at": Now(), "staleness_ms": _staleness_ms(token)}
+            if not Verifier.objects.filter(pk=reader_id, stopped_at__isnull=True).update(**alive):
+                raise CursorExpiredError("The reader was forgotten meanwhile. Start again with an empty memory.")
 
 
 def _is_live(row: Any) -> bool:
@@ -260,9 +265,9 @@ def _is_live(row: Any) -> bool:
 
 
 def _staleness_ms(token: ServiceToken) -> int:
-    """Return how long receipts wait for a silent reader after `seen_at`.
+    """Return how long receipts wait for a silent reader after `seen_at`, in milliseconds: one and a half bounds.
 
-    A read may come a quarter of the bound after `seen_at`, and take as long until its poll.
+    `seen_at` may be a quarter of the bound old when a read begins, and a read may take another quarter until its poll.
     """
     return 1500 * token.max_staleness_seconds
 
@@ -286,7 +291,7 @@ def _first_position() -> int:
 
 
 def _in_scope(service: Service, rows: Iterable[Row]) -> list[Row]:
-    """Return the rows about accounts within the token's scope, and about the endpoints, which concern all of them."""
+    """Return the rows about accounts within the token's scope. Rows about endpoints concern every account."""
     rows = list(rows)
     keys = _accounts_of(rows, "key", Key, "key_id", "credential__account__")
     credentials = _accounts_of(rows, "credential", Credential, "credential_id", "account__")
@@ -318,7 +323,7 @@ def _is_in_scope(service: Service, subject: Subject, known: dict[Subject, tuple[
         return Permission.KEYS_REPLICATE_DIGESTS in service.permissions
     if kind == "merchant":
         return scope.merchants is None or identity in scope.merchants
-    # An account is "acme/sandbox"; a limit is "acme/sandbox orders.create", or "sandbox orders.create" of all.
+    # An account's id is "acme/sandbox". A limit's is "acme/sandbox orders.create", or for all "sandbox orders.create".
     merchant_id, _, environment = identity.partition(" ")[0].rpartition("/")
     if kind in {"account", "limit"}:
         return scope.has(merchant_id, environment) if merchant_id else environment in scope.environments

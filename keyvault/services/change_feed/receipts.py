@@ -1,8 +1,8 @@
 """Receipts of changes, such as a revocation: which verifiers have applied the change.
 
-A receipt waits for each verifier that may still answer from memory: it has not deregistered, and its staleness limit
-since its last report (`Verifier.seen_at`) has not passed. All times are the database's, because the reader and the
-verifier may run on different hosts.
+A receipt waits for each verifier that may still answer from memory: it has not deregistered, and its staleness bound
+since its last report (`Verifier.seen_at`) has not passed. All times are the database's, because the process that
+builds the receipt and the verifier may run on different hosts.
 
 Limitations:
 
@@ -46,6 +46,9 @@ MAX_SEQUENCE = 2**63 - 1
 _LISTED_WITHIN = timedelta(hours=1)
 """An expired verifier is listed only if it reported after the change, or at most this long before."""
 
+MAX_STOPPED = 200
+"""Maximum verifiers that have deregistered, the latest ones, which a receipt reads."""
+
 _FIRST_POLL_SECONDS = 0.002
 _MAX_PAUSE_SECONDS = 0.05
 
@@ -53,7 +56,7 @@ _waiters = threading.BoundedSemaphore(MAX_WAITERS)
 
 
 class VerifierProgress(StrEnum):
-    """Progress of a verifier toward a change. EXPIRED: its staleness limit passed, and receipts do not wait for it."""
+    """Progress of a verifier toward a change. EXPIRED: its staleness bound passed, and receipts do not wait for it."""
 
     CONFIRMED = "confirmed"
     WAITING = "waiting"
@@ -182,10 +185,8 @@ def _wait(sequence: int, seconds: float) -> Receipt:
 
 def _receipt(sequence: int) -> Receipt:
     change = Change.objects.filter(sequence=sequence).first()
-    first = Confirmation.objects.filter(verifier=OuterRef("pk"), sequence__gte=sequence).order_by("sequence")
-    rows = Verifier.objects.annotate(now=Now(), first_confirmed_at=Subquery(first.values("at")[:1]))
     receipts = []
-    for row in rows.order_by("started_at", "verifier_id"):
+    for row in sorted(_list_verifiers(sequence), key=lambda row: (row.started_at, row.verifier_id)):
         progress = _progress(row, sequence, row.now)
         if progress is not None and (progress is not VerifierProgress.EXPIRED or _was_active(row, change)):
             receipts.append(
@@ -200,6 +201,15 @@ def _receipt(sequence: int) -> Receipt:
         changed_at=None if change is None else change.at,
         verifiers=tuple(receipts),
     )
+
+
+def _list_verifiers(sequence: int) -> list[Any]:
+    """Return the verifiers that have not deregistered, and the latest MAX_STOPPED others, by one query."""
+    first = Confirmation.objects.filter(verifier=OuterRef("pk"), sequence__gte=sequence).order_by("sequence")
+    rows = Verifier.objects.annotate(now=Now(), first_confirmed_at=Subquery(first.values("at")[:1]))
+    stopped = Verifier.objects.filter(stopped_at__isnull=False).order_by("-stopped_at").values("pk")
+    # Limited inside: SQLite allows no limit in a part of a union.
+    return list(rows.filter(stopped_at__isnull=True).union(rows.filter(pk__in=stopped[:MAX_STOPPED]), all=True))
 
 
 def _progress(row: Verifier, sequence: int, now: datetime) -> VerifierProgress | None:

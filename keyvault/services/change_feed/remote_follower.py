@@ -1,7 +1,8 @@
 """Follow the change feed of the central service over HTTP, for a regional verifier.
 
-A read that brings nothing new waits at the service for a part of the staleness bound. Freshness counts from when the
-read was sent plus the time that it waited there, so a slow line makes the memory older and never younger.
+While nothing has changed, the service holds a read open for a quarter of the staleness bound. Freshness counts from
+when the read was sent plus that waiting time. A slow connection therefore shortens the use of the memory, and never
+extends it.
 """
 
 import logging
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 KINDS: Final = frozenset(
     {"key", "credential", "account", "merchant", "limit", "endpoint", "customer_token", "service_token"}
 )
-"""The kinds of changes that this release knows. Any other one clears the memory."""
+"""The kinds of changes that this release knows. A change of any other kind clears the memory."""
 
 _PAUSES: Final = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Pauses after consecutive failures, in seconds; the last one repeats."""
@@ -59,7 +60,7 @@ class RemoteFollower(BackgroundThread):
         return time.monotonic() < self._fresh_until
 
     def forget(self) -> None:
-        """Reset in a forked child, which reads with a name of its own: it is never forked with a started thread."""
+        """Raise RuntimeError: a forked child would read under the same name."""
         raise RuntimeError("a regional verifier does not fork")
 
     def read_once(self) -> None:
@@ -84,7 +85,7 @@ class RemoteFollower(BackgroundThread):
         sequence = self._after
         if sequence is not None and sequence > self._confirmed:
             self.central.post("/v1/changes/confirmations", {"reader": self.name, "sequence": sequence})
-            # Not after the reader has started again, perhaps with lower sequences.
+            # If the reader has started again meanwhile, perhaps with lower sequences, nothing is confirmed.
             self._confirmed = sequence if self._after is not None and self._after >= sequence else 0
 
     def start_again(self) -> None:
@@ -106,7 +107,7 @@ class RemoteFollower(BackgroundThread):
         self.confirm(_NEVER, 0.0)
 
     def _loop(self) -> None:
-        # Apart from the reads, because receipts wait for a confirmation, and the next change for the next read.
+        # A thread of its own: a confirmation must not wait for a long poll, nor the next read for a confirmation.
         threading.Thread(target=self._confirm_all, name="feed-confirm", daemon=True).start()
         while not self._stop.is_set():
             self._try_read()
@@ -122,7 +123,7 @@ class RemoteFollower(BackgroundThread):
             try:
                 self.confirm_once()
             except (CentralUnavailableError, CentralRefusedError):
-                # The follower logs that the line is down. It starts again if the service does not know the reader.
+                # The reading thread logs the outage. It starts again if the service does not know the reader.
                 self._applied.set()
                 stop.wait(_PAUSES[1])
 

@@ -1,6 +1,6 @@
-"""What a reader of the change feed decides with: key records, the endpoints' rules and the limits.
+"""Snapshots for readers of the change feed: the key records, endpoint rules and limits that they decide with.
 
-A record has no digest, unless the token may replicate digests: then the reader has peppers of its own.
+A record has a digest only if the token may replicate digests. Such a reader has peppers of its own.
 """
 
 import base64

@@ -31,14 +31,14 @@ DELAY = {Environment.SANDBOX: timedelta(0), Environment.PRODUCTION: timedelta(ho
 """Time from the request until a recipient key applies."""
 
 APPROVALS_NEEDED = 2
-"""Persons who approve that a recipient key applies immediately: its setter is known by the API key only."""
+"""Number of approvals that make a recipient key apply immediately: two, as only the API key identifies its setter."""
 
 
 def set_recipient_key(grant: Grant, key: Key, public_key: str) -> RecipientKey:
     """Set the key that later replacements of the API key's credential are sealed to, and alarm the operators.
 
-    Repeatable: the newest recipient key is returned unchanged if it is the same. Another one that did not apply yet is
-    withdrawn. Raises RequestInvalidError for an invalid public key, and RateLimitedError.
+    Repeatable: the newest recipient key is returned unchanged if it is the same. An earlier one that does not apply yet
+    is withdrawn. Raises RequestInvalidError for an invalid public key, and RateLimitedError.
     """
     if (fault := find_recipient_fault(public_key)) is not None:
         raise RequestInvalidError("The recipient key is invalid.", [Fault("/recipient_public_key", fault)])
@@ -47,7 +47,7 @@ def set_recipient_key(grant: Grant, key: Key, public_key: str) -> RecipientKey:
     newest = rows.first()
     if newest is not None and newest.public_key == public_key:
         return newest
-    # Each one is kept for ever, and operators are alarmed.
+    # Each new key adds a permanent row and raises an alarm.
     spend_repeat(key.key_id, "recipient_keys")
     recipient = RecipientKey(
         recipient_key_id=mint_id("rcp", secrets.token_bytes),
@@ -116,7 +116,7 @@ def list_pending(now: datetime) -> QuerySet[RecipientKey]:
 
 
 def find_recipient(credential: Credential, requested_at: datetime) -> str | None:
-    """Return the public key to which a replacement is sealed that was requested at this time; None: to none.
+    """Return the public key to seal a replacement to that was requested at this time; None: it is not sealed.
 
     It is the key that the merchant set last, of those that applied then. Without one, a credential with sealed delivery
     has the key of its issuance request.

@@ -225,9 +225,9 @@ def account_buckets(
 
 
 def spend_repeat(key_id: str, name: str = "repeat") -> None:
-    """Count one act by the proved holder of the key that leaves rows for ever. Raises RateLimitedError.
+    """Count one operation of the proved holder of the key that adds permanent rows. Raises RateLimitedError.
 
-    `name`: of the bucket. Each kind of act has its own; "repeat" is that of repeated revocations.
+    `name`: of the bucket. Each kind of operation has its own; "repeat" is that of repeated revocations.
     """
     bucket = Bucket(name, f"kv:limit:{{{name}:{key_id}}}:{REPEAT_LIMIT}", REPEAT_LIMIT)
     spend = limiter().spend([bucket], 1)

@@ -3,7 +3,7 @@
 The first lock lasts 30 minutes; each further one within a week lasts twice as long, up to a day. A pause of
 some seconds after each failure, instead of the lock, would hardly reduce the guesses in a day. It would delay every
 operator behind a shared address when one of them mistypes. Failures of a name or a device count for a day, or until a
-right attempt, so that guesses that stay below the lock are as few.
+right attempt, so that an attacker who stays below the lock gets no more guesses.
 
     attempt = attempts().take(key, kept_seconds)    before a password hash is computed
     attempts().give_back(key)                       when the password could not be checked

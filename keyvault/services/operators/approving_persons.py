@@ -1,10 +1,10 @@
 """The persons who decide on changes of operators: a key administrator requests one, and another person approves it.
 
 Both are active, with the whole installation as scope. Until there are two such persons, the host's owner decides alone,
-see `services.operator_changes`. Invited persons count there: two invitations end it.
+see `services.operator_changes`. Invited persons count: after two invitations the owner no longer decides alone.
 
-An invited person cannot approve before it has a second factor, and an approver made on a command line not before that
-is reviewed. So no change of an operator may leave fewer than two other persons.
+An invited person cannot approve before setting a second factor. An approver made on a command line cannot approve
+before that action is reviewed. So no change of an operator may leave fewer than two other persons.
 """
 
 from functools import reduce
@@ -41,8 +41,8 @@ def list_unreviewed_changes() -> QuerySet[OperatorChange]:
     """Return the changes after which their operators neither approve nor review yet.
 
     A person with a shell can claim the approval of an operator's first approving role, its scope, or a reset of its
-    second factors. Several such operators could review each other's claims. A further role of an approving person is
-    no reason, so that no claim stops all of them.
+    second factors. Several such operators could review each other's claims. A further role of a person who
+    may already approve does not count, so that one claim cannot stop every approver.
     """
     unreviewed = BreakGlass.objects.filter(reviewed_at__isnull=True).values("subject")
     had_role = reduce(or_, (Q(roles_before__contains=role) for role in sorted(FOUR_EYES_ROLES)))

@@ -1,7 +1,7 @@
 """Rotate the master key of the local keystore, and of the texts that it encrypted for rows of the database.
 
-The order lets a run be killed anywhere and started again: records, texts, audit entry, the keystore's own check, and
-last the file of the key. Until the check is replaced, the former key is needed.
+A run that was killed anywhere can be started again, because it changes things in this order: records, texts, audit
+entry, the keystore's own check, and last the file of the key. Until the check is replaced, the former key is needed.
 """
 
 from collections.abc import Iterator

@@ -13,9 +13,12 @@ _SECOND_FACTOR_AT: Final = "second_factor_at"
 
 
 def note_second_factor(session: Any, now: datetime) -> None:
-    """Record in the session that a second factor was checked, and give the session a new key."""
+    """Record in the session that a second factor was checked, and give the session a new key.
+
+    Raises SessionInterrupted if the session was ended meanwhile.
+    """
     session[_SECOND_FACTOR_AT] = int(now.timestamp())
-    session.cycle_key()
+    session.replace_key()
 
 
 def forget_second_factor(session: Any) -> None:

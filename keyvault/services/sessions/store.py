@@ -9,6 +9,7 @@ from typing import Any
 
 from django.contrib.auth import SESSION_KEY
 from django.contrib.sessions.backends.db import SessionStore as DatabaseSessionStore
+from django.contrib.sessions.exceptions import SessionInterrupted
 
 from keyvault.access.limits import SESSION_IDLE_SECONDS, SESSION_SECONDS
 from keyvault.models import ConsoleSession
@@ -52,6 +53,13 @@ class SessionStore(DatabaseSessionStore):
         ConsoleSession.objects.filter(pk=row.pk, last_used_at__lt=now).update(
             last_used_at=now, expire_date=_end_of(row.started_at, now), address=self.address, browser=self.browser
         )
+
+    def replace_key(self) -> None:
+        """Give the session a new key. Raises SessionInterrupted if another request has ended the session meanwhile."""
+        key, self.modified = self.session_key, True
+        if key is not None and not ConsoleSession.objects.filter(pk=session_id(key)).delete()[0]:
+            raise SessionInterrupted("This session was ended meanwhile. Sign in again.")
+        self.cycle_key()
 
     def exists(self, session_key: str) -> bool:
         return ConsoleSession.objects.filter(pk=session_id(session_key)).exists()

@@ -24,7 +24,7 @@ LOCK_SECONDS: Final = 2
 
 ATTEMPTS = 30
 PAUSE_SECONDS = 2.0
-"""Pause between two attempts, and between two looks for another migrating process, in seconds."""
+"""Pause between two attempts, and between two checks for another migrating process, in seconds."""
 
 _MIGRATOR: Final = (0x4B_56, 0x6D_69_67_72)
 """Advisory lock of the process that migrates."""

@@ -224,7 +224,7 @@ def _contexts(key_id: str, outcome: UseOutcome) -> QuerySet[UseContext]:
 
 def _read_parts(parts: Sequence[tuple[QuerySet[UseContext], int]]) -> list[tuple[int, str]]:
     """Read the ids and outcomes of the first rows of each part, with their number, by one query."""
-    # Limited inside: SQLite allows no limit in a part of a union.
+    # The limit is in a subquery: SQLite allows none in a part of a union.
     limited = [
         UseContext.objects.filter(pk__in=part.values("pk")[:most]).order_by().values_list("pk", "outcome")
         for part, most in parts

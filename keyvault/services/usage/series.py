@@ -10,9 +10,9 @@ from keyvault.models import UseBucket, UseContext
 from keyvault.models.usage import SIGNS_OF_LIFE, UseSpan
 
 MAX_CONTEXTS = 200
-"""Maximum kinds of use that one chart adds up: each key and outcome has an equal share, of which the newest count.
+"""Maximum rows of `UseContext` that one chart adds up. Each key and outcome has an equal share, for its newest rows.
 
-A holder of a key can add any number of kinds of use, which then displace no other key's.
+The holder of a key can cause any number of rows. They displace none of another key.
 """
 
 _PARTS = 60
@@ -66,6 +66,6 @@ def _find_contexts(key_ids: Collection[str]) -> dict[int, str]:
         UseContext.objects.filter(key=key_id, outcome=outcome).order_by("-pk").values("pk")[:share]
         for key_id, outcome in pairs
     )
-    # Limited inside, as SQLite requires.
+    # The limit is in a subquery: SQLite allows none in a part of a union.
     parts = [UseContext.objects.filter(pk__in=ids).order_by().values_list("pk", "key_id") for ids in newest]
     return dict(parts[0].union(*parts[1:], all=True))

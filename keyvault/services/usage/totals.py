@@ -1,7 +1,7 @@
 """Totals of all uses by environment, outcome and time, for the console's charts.
 
-The buckets of one minute are as many as the clients in use. The worker adds those of each slot up once, shortly after
-its end, so that no page reads them. The current slot is added up, too, while it has few buckets.
+A minute has a bucket for each active client, so no page reads buckets. The worker adds up each slot once, shortly after
+its end. It adds up the current slot, too, while that has few buckets.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ KEPT_FOR = timedelta(days=8)
 """Retention: the last day is compared with the one before, and a week is shown."""
 
 _READ_AGAIN = timedelta(minutes=1)
-"""How long after its end a slot is added up again, for counts that arrive late. Later ones are not in the totals."""
+"""How long after its end a slot is added up again, for counts that arrive late. Counts after that are not included."""
 
 _EVERY = timedelta(minutes=1)
 """Interval of the job."""

@@ -128,7 +128,7 @@ def _begin_some(lease: Lease, campaign: Campaign, now: datetime) -> None:
     )
     if not room:
         return
-    # This reads every member, so a campaign without room does without.
+    # This reads every member, so it is left out while no rotation may begin.
     if not is_unaltered(campaign):
         _halt(lease, campaign, _ALTERED, now)
         return

@@ -88,7 +88,7 @@ class Effects:
             self._finish(entry, "destroyed")
 
     def keep(self, grant: Grant, rotation: Rotation) -> None:
-        """Keep the string of a staged replacement that this turn does not deliver, so that another one can.
+        """Keep the string of a staged replacement that this turn does not deliver, so that a later turn can.
 
         If the backend is unavailable, seal the replacement now if it has a recipient key. Otherwise raise the error; a
         later turn makes the replacement again.

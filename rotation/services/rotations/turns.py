@@ -227,7 +227,7 @@ def _wake_for_confirmed(above: int, through: int, now: datetime, **_: Any) -> No
 
 
 def _wake_for_merchants(merchants: Collection[str], now: datetime, **_: Any) -> None:
-    """Wake rotations without a usable key, which end when the merchant is offboarded. No key of theirs changes then."""
+    """Wake the rotations without a usable key when a merchant is offboarded: no change of a key wakes them."""
     if not merchants:
         return
     accounts = list(Account.objects.filter(merchant__in=merchants).values_list("pk", flat=True))

@@ -11,8 +11,9 @@ from django.urls import reverse
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
+from keyvault.admin.framework.step_up import check_factor
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import AuditEntry, Operator
+from keyvault.models import AuditEntry, ConsoleSession, Operator
 from keyvault.services.sessions.invitations import prepare_sign_in
 from keyvault.services.sessions.second_factors import (
     PASSKEY,
@@ -71,6 +72,24 @@ def test_second_factor_shows_the_last_sign_in(desk: Desk, tam: Operator, seed: P
     client = with_password(desk.tam)
     answer(client, totp_code(seed, now() + timedelta(seconds=30)))
     assert f"Your last sign-in was on {last:%Y-%m-%d at %H:%M} UTC." in text_of(client.get("/admin/"))
+
+
+@pytest.mark.parametrize("is_step_up", [False, True])
+def test_session_ended_while_its_second_factor_is_checked_stays_ended(
+    desk: Desk, tam: Operator, seed: Plaintext, monkeypatch: pytest.MonkeyPatch, *, is_step_up: bool
+) -> None:
+    """Guarantee: a session that was ended does not come back with a new key."""
+    client = browser(desk.tam) if is_step_up else with_password(desk.tam)
+
+    def check(*arguments: Any) -> str:
+        device = check_factor(*arguments)
+        ConsoleSession.objects.all().delete()
+        return device
+
+    monkeypatch.setattr("keyvault.admin.account.second_factor.check_factor", check)
+    assert answer(client, totp_code(seed, now())).status_code == 400
+    assert client.get("/admin/")["Location"].startswith("/admin/login/")
+    assert not ConsoleSession.objects.exists()
 
 
 def test_second_factor_wrong_code_opens_nothing(desk: Desk, tam: Operator, seed: Plaintext) -> None:

@@ -1,4 +1,4 @@
-"""The Python client and `clients/conformance.json`, which all clients run, in its sync and its async face."""
+"""The Python client and `clients/conformance.json`, which all clients run, in its sync and its async mode."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ from .scripted_server import ScriptedServer, scripted_server
 
 CASES = json.loads((Path(__file__).resolve().parents[3] / "clients/conformance.json").read_bytes())
 KEYS: Mapping[str, str] = CASES["keys"]
-FACES = ("sync", "async")
+MODES = ("sync", "async")
 
 
 def cases(name: str) -> pytest.MarkDecorator:
@@ -115,16 +115,16 @@ async def ask_async(url: str, timeout: float, incoming: Mapping[str, Any]) -> An
         return await send_asgi(verifier, incoming)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("mode", MODES)
 @cases("verdicts")
-def test_conformance_verdicts(case: Mapping[str, Any], face: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_conformance_verdicts(case: Mapping[str, Any], mode: str, caplog: pytest.LogCaptureFixture) -> None:
     """Guarantee: only a complete, consistent authorization allows a request; clients get the service's answer."""
     caplog.set_level(logging.DEBUG)
     with scripted_server(host="localhost") as other, scripted_server(case["reply"], other=other.url) as server:
         if case["reply"].get("fault") == "refuse":
             server.refuse_connections()
         timeout = case.get("deadline_seconds", 10)
-        if face == "sync":
+        if mode == "sync":
             with Verifier(server.url, "sandbox", KEYS["service_token"], timeout=timeout) as verifier:
                 answer = send_wsgi(verifier, case["incoming"])
                 require_no_key(f"{verifier!r} {vars(verifier)!r} {vars(verifier._logic._address)!r}")
@@ -166,7 +166,7 @@ def require_answer(answer: Answer, expect: Mapping[str, Any]) -> None:
 class Merchant:
     """A client of a case, with its waits replaced."""
 
-    def __init__(self, server: ScriptedServer, case: Mapping[str, Any], face: str) -> None:
+    def __init__(self, server: ScriptedServer, case: Mapping[str, Any], mode: str) -> None:
         options = case["client"]
         names = iter(options["keys"])
         last = options["keys"][-1]
@@ -182,10 +182,10 @@ class Merchant:
                 acknowledge=False,
             ),
         )
-        self.face = face
-        self.client: Any = (MerchantClient if face == "sync" else AsyncMerchantClient)(*arguments)
-        wait: Any = self._wait if face == "sync" else self._wait_async
-        self.client._face.sleep = wait
+        self.mode = mode
+        self.client: Any = (MerchantClient if mode == "sync" else AsyncMerchantClient)(*arguments)
+        wait: Any = self._wait if mode == "sync" else self._wait_async
+        self.client._runner.sleep = wait
         self.waits: list[float] = []
 
     async def request(self, call: Mapping[str, Any]) -> Any:
@@ -198,12 +198,12 @@ class Merchant:
             customer_token=KEYS.get(call.get("customer_token", "")),
         )
         try:
-            return start() if self.face == "sync" else await start()
+            return start() if self.mode == "sync" else await start()
         except KeyvaultError as error:
             return error
 
     async def close(self) -> None:
-        if self.face == "sync":
+        if self.mode == "sync":
             self.client.close()
         else:
             await self.client.close()
@@ -215,19 +215,19 @@ class Merchant:
         self.waits.append(seconds)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("mode", MODES)
 @cases("requests")
-def test_conformance_requests(case: Mapping[str, Any], face: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_conformance_requests(case: Mapping[str, Any], mode: str, caplog: pytest.LogCaptureFixture) -> None:
     """Guarantee: a call is repeated as documented, with the same bytes and Idempotency-Key, and never elsewhere."""
     caplog.set_level(logging.DEBUG)
     with scripted_server(host="localhost") as other, scripted_server(other=other.url) as server:
-        anyio.run(run_calls, server, case, face)
+        anyio.run(run_calls, server, case, mode)
         assert other.received == []
     require_no_key(caplog.text)
 
 
-async def run_calls(server: ScriptedServer, case: Mapping[str, Any], face: str) -> None:
-    merchant = Merchant(server, case, face)
+async def run_calls(server: ScriptedServer, case: Mapping[str, Any], mode: str) -> None:
+    merchant = Merchant(server, case, mode)
     seen: set[str] = set()
     for call in case["calls"]:
         merchant.waits.clear()
@@ -288,7 +288,7 @@ def test_conformance_refusals(case: Mapping[str, Any]) -> None:
 
 def call_refused(case: Mapping[str, Any], base_url: str, environment: str, key: str) -> None:
     client: Any = MerchantClient(base_url, environment, key)
-    client._face.send = None  # Nothing may be sent.
+    client._runner.send = None  # Nothing may be sent.
     client.request(
         case["method"],
         case["path"],

@@ -41,7 +41,7 @@ ALLOWED: Mapping[str, Any] = {
         "environment": "sandbox",
     },
 }
-FACES = pytest.mark.parametrize("face", ["sync", "async"])
+MODES = pytest.mark.parametrize("mode", ["sync", "async"])
 SHORT = 0.5
 """A deadline that passes, in seconds."""
 
@@ -53,20 +53,20 @@ def whole(reply: Mapping[str, Any]) -> bytes:
     return b"".join(render(reply, {}))
 
 
-def create_order(url: str, face: str, **options: Any) -> Any:
+def create_order(url: str, mode: str, **options: Any) -> Any:
     """Create an order without waits between attempts. Returns the response or the error."""
     settings = MerchantOptions(**({"deadline": 60.0} | options))
 
     async def run() -> Any:
         async with AsyncMerchantClient(f"{url}/sandbox", "sandbox", KEY, settings) as client:
-            client._face.sleep = no_wait
+            client._runner.sleep = no_wait
             return await client.request("POST", "/merchants/orders", json=ORDER)
 
     try:
-        if face == "async":
+        if mode == "async":
             return anyio.run(run)
         with MerchantClient(f"{url}/sandbox", "sandbox", KEY, settings) as client:
-            client._face.sleep = lambda seconds: None
+            client._runner.sleep = lambda seconds: None
             return client.request("POST", "/merchants/orders", json=ORDER)
     except KeyvaultError as error:
         return error
@@ -76,14 +76,14 @@ async def no_wait(seconds: float) -> None:
     return None
 
 
-def verify(url: str, face: str, timeout: float) -> Decision:
+def verify(url: str, mode: str, timeout: float) -> Decision:
     question = Question(key=KEY, endpoint="orders.create")
 
     async def run() -> Decision:
         async with AsyncVerifier(url, "sandbox", TOKEN, timeout=timeout) as verifier:
             return await verifier.verify(question)
 
-    if face == "async":
+    if mode == "async":
         return anyio.run(run)
     with Verifier(url, "sandbox", TOKEN, timeout=timeout) as verifier:
         return verifier.verify(question)
@@ -108,31 +108,31 @@ class Payments:
         connection.sendall(whole(CREATED)[:cut_at])
 
 
-@FACES
-def test_hostile_connection_cut_at_every_byte_makes_no_second_payment(face: str) -> None:
+@MODES
+def test_hostile_connection_cut_at_every_byte_makes_no_second_payment(mode: str) -> None:
     """Guarantee: wherever the answer ends, the call is repeated under its Idempotency-Key, and there is one order."""
     size = len(whole(CREATED))
     with scripted_server() as server:
         for cut_at in range(size):
             payments = Payments()
             server.begin(partial(payments.answer, cut_at), partial(payments.answer, None))
-            response = create_order(server.url, face)
+            response = create_order(server.url, mode)
             assert response.json == {"order_token": "ord_1"}, cut_at
             assert len(payments.created) == 1
             assert len({request.body for request in server.received}) == 1
 
 
-@FACES
-def test_hostile_decision_cut_at_every_byte_is_a_refusal(face: str) -> None:
+@MODES
+def test_hostile_decision_cut_at_every_byte_is_a_refusal(mode: str) -> None:
     """Guarantee: a part of an authorization authorizes nothing."""
     text = whole(ALLOWED)
     with scripted_server() as server:
         for cut_at in range(len(text)):
             server.begin(send_and_cut(text[:cut_at]))
-            decision = verify(server.url, face, 30)
+            decision = verify(server.url, mode, 30)
             assert (decision.allowed, decision.status) == (False, 503), cut_at
         server.begin(send_and_cut(text))
-        assert verify(server.url, face, 30).allowed
+        assert verify(server.url, mode, 30).allowed
 
 
 def drip(server: ScriptedServer, text: bytes) -> Handler:
@@ -153,9 +153,9 @@ DRIPS: dict[str, bytes] = {
 }
 
 
-@FACES
+@MODES
 @pytest.mark.parametrize("name", [*DRIPS, "body", "chunks"])
-def test_hostile_slow_answer_ends_at_the_deadline(face: str, name: str) -> None:
+def test_hostile_slow_answer_ends_at_the_deadline(mode: str, name: str) -> None:
     """Guarantee: the client stops reading an endless answer at the deadline, and it authorizes nothing."""
     starts = {
         "headers": b"HTTP/1.1 200 OK\r\n",
@@ -171,24 +171,24 @@ def test_hostile_slow_answer_ends_at_the_deadline(face: str, name: str) -> None:
 
         server.begin(answer)
         began = time.monotonic()
-        assert not verify(server.url, face, SHORT).allowed
+        assert not verify(server.url, mode, SHORT).allowed
         assert time.monotonic() - began < HANGS_AFTER
         server.begin(answer)
-        result = create_order(server.url, face, deadline=SHORT, max_attempts=1)
+        result = create_order(server.url, mode, deadline=SHORT, max_attempts=1)
         assert isinstance(result, KeyvaultError)
         assert time.monotonic() - began < HANGS_AFTER
 
 
-@FACES
-def test_hostile_server_that_does_not_accept_ends_at_the_deadline(face: str) -> None:
+@MODES
+def test_hostile_server_that_does_not_accept_ends_at_the_deadline(mode: str) -> None:
     """Guarantee: a connection that is never served ends at the deadline."""
     with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert not verify(url, face, SHORT).allowed
+        assert not verify(url, mode, SHORT).allowed
 
 
-@FACES
-def test_hostile_storm_of_429_ends_with_the_budget(face: str) -> None:
+@MODES
+def test_hostile_storm_of_429_ends_with_the_budget(mode: str) -> None:
     """Guarantee: many calls that are refused make no more retries than the budget allows."""
     refused = {"status": 429, "body": {"code": "rate_limited"}, "headers": {"Retry-After": "0"}}
     calls, budget = 20, 5
@@ -196,19 +196,19 @@ def test_hostile_storm_of_429_ends_with_the_budget(face: str) -> None:
     async def run(url: str) -> None:
         options = MerchantOptions(retry_budget=budget)
         async with AsyncMerchantClient(f"{url}/sandbox", "sandbox", KEY, options) as client:
-            client._face.sleep = no_wait
+            client._runner.sleep = no_wait
             for _ in range(calls):
                 with pytest.raises(KeyvaultError):
                     await client.create_order(1, "EUR")
 
     with scripted_server(*[refused] * 200) as server:
-        if face == "async":
+        if mode == "async":
             anyio.run(run, server.url)
         else:
             with MerchantClient(
                 f"{server.url}/sandbox", "sandbox", KEY, MerchantOptions(retry_budget=budget)
             ) as client:
-                client._face.sleep = lambda seconds: None
+                client._runner.sleep = lambda seconds: None
                 for _ in range(calls):
                     with pytest.raises(KeyvaultError):
                         client.create_order(1, "EUR")
@@ -241,43 +241,43 @@ PROBLEMS: tuple[Any, ...] = (
 )
 
 
-@FACES
+@MODES
 @pytest.mark.parametrize("name", ODD)
-def test_hostile_answer_is_an_error_of_the_package(face: str, name: str) -> None:
+def test_hostile_answer_is_an_error_of_the_package(mode: str, name: str) -> None:
     """Guarantee: an invalid answer causes a refusal, or an exception of the package."""
     with scripted_server(send_and_cut(ODD[name]), send_and_cut(ODD[name])) as server:
-        decision = verify(server.url, face, 30)
+        decision = verify(server.url, mode, 30)
         assert (decision.allowed, decision.status) == (False, 503)
-        assert isinstance(create_order(server.url, face, max_attempts=1), KeyvaultError) or name == "null"
+        assert isinstance(create_order(server.url, mode, max_attempts=1), KeyvaultError) or name == "null"
 
 
-@FACES
+@MODES
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_hostile_problem_document_is_an_error_of_the_package(face: str, problem: Any) -> None:
+def test_hostile_problem_document_is_an_error_of_the_package(mode: str, problem: Any) -> None:
     """Guarantee: of an invalid problem document, only what is valid is read, and no text of it breaks a log line."""
     text = json.dumps(problem)
     reply = {"status": 422, "text": text, "headers": {"Content-Type": "application/problem+json"}}
     with scripted_server(reply, reply) as server:
-        result = create_order(server.url, face)
+        result = create_order(server.url, mode)
         assert isinstance(result, KeyvaultError)
         assert (result.status, result.check) == (422, None)
         assert "\n" not in str(result)
         assert len(str(result)) < 300
-        assert not verify(server.url, face, 30).allowed
+        assert not verify(server.url, mode, 30).allowed
 
 
-@FACES
+@MODES
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_hostile_redirect_takes_no_credential_elsewhere(
-    face: str, status: int, caplog: pytest.LogCaptureFixture
+    mode: str, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guarantee: no redirect is followed, so no credential and no payment goes to another host."""
     caplog.set_level(logging.DEBUG)
     with scripted_server(host="localhost") as other:
         redirect = {"status": status, "headers": {"Location": f"{other.url}/v1/keys/verify"}}
         with scripted_server(redirect, redirect) as server:
-            assert not verify(server.url, face, 30).allowed
-            assert isinstance(create_order(server.url, face), KeyvaultError)
+            assert not verify(server.url, mode, 30).allowed
+            assert isinstance(create_order(server.url, mode), KeyvaultError)
             assert len(server.received) == 2
         assert other.connections == 0
     assert KEY[27:] not in caplog.text

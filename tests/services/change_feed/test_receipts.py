@@ -146,6 +146,19 @@ def test_receipt_lists_a_verifier_that_confirmed_and_stopped(sequence: int) -> N
     assert progress_of(sequence) == {"verifier-1": "confirmed"}
 
 
+def test_receipt_reads_the_latest_verifiers_that_stopped(sequence: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: no number of restarts makes a receipt larger than the running verifiers and the latest others."""
+    monkeypatch.setattr(receipts, "MAX_STOPPED", 2)
+    for number in range(4):
+        stopped_at = database_now() - timedelta(minutes=number)
+        make_verifier(f"stopped-{number}", confirmed_sequence=sequence, stopped_at=stopped_at)
+    make_verifier("running-1", confirmed_sequence=sequence)
+    make_verifier("running-2")
+    listed = {"stopped-0": "confirmed", "stopped-1": "confirmed", "running-1": "confirmed", "running-2": "waiting"}
+    assert progress_of(sequence) == listed
+    assert [each.verifier_id for each in receipt_of(sequence).verifiers] == [*listed]
+
+
 def test_receipt_waits_for_a_verifier_that_has_just_registered(sequence: int) -> None:
     """It may hold what it read before the change until it confirms."""
     make_verifier(started_at=database_now() + timedelta(seconds=1))

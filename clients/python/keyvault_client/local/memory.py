@@ -55,7 +55,7 @@ _GrantKey = tuple[str, bool, str | None, str | None, str | None, str | None]
 
 @dataclass(frozen=True, slots=True)
 class _GrantedUse:
-    """An authorization. `lease`: where its token is taken; None: it spends none. `rules`: the rules it follows."""
+    """An authorization. `lease`: pays for it with a token; None: it costs none. `rules`: the rules it follows."""
 
     decision: Decision
     lease: LeaseKey | None

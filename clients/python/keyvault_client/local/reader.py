@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 from keyvault_client.effects import Failure
 from keyvault_client.local.memory import Memory, clock
 from keyvault_client.local.uses import Report, format_time
-from keyvault_client.transport import SyncFace
+from keyvault_client.transport import SyncRunner
 from keyvault_client.verifier import ServiceAddress
 
 logger = logging.getLogger("keyvault_client")
@@ -47,9 +47,9 @@ class UnexpectedReplyError(Exception):
 class FeedReader:
     """A registered reader of the change feed. It registers again after the service has dropped it."""
 
-    def __init__(self, address: ServiceAddress, face: SyncFace, memory: Memory) -> None:
+    def __init__(self, address: ServiceAddress, runner: SyncRunner, memory: Memory) -> None:
         self._address = address
-        self._face = face
+        self._runner = runner
         self._memory = memory
         self._begin()
 
@@ -206,7 +206,7 @@ class FeedReader:
     ) -> dict[str, Any]:
         """Return the members of a reply. Raises UnexpectedReplyError."""
         content = b"" if body is None else json.dumps(body).encode()
-        reply = self._face.send(self._address.send(method, path, content, timeout))
+        reply = self._runner.send(self._address.send(method, path, content, timeout))
         if isinstance(reply, Failure):
             raise UnexpectedReplyError(0, reply.cause)
         members = reply.members()

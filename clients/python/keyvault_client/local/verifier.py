@@ -8,7 +8,7 @@ from keyvault_client.decisions import Decision, Question
 from keyvault_client.effects import Steps
 from keyvault_client.local.memory import Memory, with_cost
 from keyvault_client.local.reader import FeedReader
-from keyvault_client.transport import SyncFace
+from keyvault_client.transport import SyncRunner
 from keyvault_client.verifier import AsyncVerifier, ServiceAddress, Verifier, VerifierLogic
 
 
@@ -17,9 +17,9 @@ class LocalLogic(VerifierLogic):
 
     def __init__(self, address: ServiceAddress, timeout: float) -> None:
         super().__init__(address, timeout)
-        self._feed_face = SyncFace(address.tls, address.socket)
+        self._feed_runner = SyncRunner(address.tls, address.socket)
         self.memory = Memory(address.environment)
-        self.reader = FeedReader(address, self._feed_face, self.memory)
+        self.reader = FeedReader(address, self._feed_runner, self.memory)
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _restart(own))
 
@@ -40,7 +40,7 @@ class LocalLogic(VerifierLogic):
 
     def close(self) -> None:
         self.reader.close()
-        self._feed_face.close()
+        self._feed_runner.close()
 
     def restart(self) -> None:
         self.memory = Memory(self._address.environment)
