@@ -47,7 +47,7 @@ _ID = re.compile(r"/[^/]*[0-9][^/]*/")
 
 
 def _links(page: Page, selector: str) -> list[str]:
-    paths = [str(each.get_attribute("href")) for each in page.locator(selector).all()]
+    paths = page.eval_on_selector_all(selector, "(links) => links.map((link) => String(link.getAttribute('href')))")
     return [path.partition("#")[0] for path in paths if path.startswith("/admin/") and "logout" not in path]
 
 
