@@ -16,13 +16,14 @@ ROOT = Path(__file__).resolve().parents[4]
 @pytest.mark.database
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.timeout(600)
-def test_rotation_killed_at_every_point_completes_without_an_outage() -> None:
+@pytest.mark.parametrize("share", [1, 2, 3])
+def test_rotation_killed_at_every_point_completes_without_an_outage(share: int) -> None:
     """Another worker finishes the rotation after any kill around a commit or backend call.
 
     At no moment is the key that the merchant reads refused, and at most two keys verify.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.crash_matrix"],
+        [sys.executable, "-m", "tests.faults.crash_matrix", f"{share}/3"],
         cwd=ROOT,
         env={**os.environ, "DJANGO_SETTINGS_MODULE": "keyvault.project.settings", "KEYVAULT_LOG_LEVEL": "ERROR"},
         capture_output=True,
@@ -38,7 +39,8 @@ def test_rotation_killed_at_every_point_completes_without_an_outage() -> None:
     assert report["crash_points"] >= 40
     assert {f"publishing:{when}-put" for when in ("before", "after")} <= set(report["names"])
     assert {"before-soft_delete", "after-soft_delete"} <= {name.rpartition(":")[2] for name in report["names"]}
-    assert {f"staged:{when}-put" for when in ("before", "after")} <= set(report["awaited"])
-    assert {f"publishing:{when}-forget" for when in ("before", "after")} <= set(report["awaited"])
-    assert {f"rolling_back:{when}-put" for when in ("before", "after")} <= set(report["back"])
-    assert {f"publishing:{when}-put" for when in ("before", "after")} <= set(report["reissue"])
+    if share == 3:
+        assert {f"staged:{when}-put" for when in ("before", "after")} <= set(report["awaited"])
+        assert {f"publishing:{when}-forget" for when in ("before", "after")} <= set(report["awaited"])
+        assert {f"rolling_back:{when}-put" for when in ("before", "after")} <= set(report["back"])
+        assert {f"publishing:{when}-put" for when in ("before", "after")} <= set(report["reissue"])
