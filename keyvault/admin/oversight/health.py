@@ -126,7 +126,7 @@ def _banner(parts: Sequence[tuple[str, str, str]]) -> Banner:
     if bad:
         return Banner("Something does not run.", " ".join([*bad, *late]), "bad")
     if late:
-        return Banner("Something needs a look.", " ".join(late), "wait")
+        return Banner("Something needs attention.", " ".join(late), "wait")
     return Banner("Everything runs.", "Nothing is needed from you.", "good")
 
 
