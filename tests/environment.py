@@ -34,7 +34,6 @@ IN_MEMORY = Path("/dev/shm")  # noqa: S108  mkdtemp follows
 """Folder of Linux whose files are in memory. A keystore and a revocation log on a disk wait for it at each write."""
 
 LEAST_ROOM_BYTES = 1 << 30
-
 """Free space from which the run's folder, of some 10 MB, is in memory. Containers often allow 64 MB in all."""
 
 PYTEST_FOLDER = "PYTEST_DEBUG_TEMPROOT"

@@ -1108,7 +1108,7 @@ def test_triggers_recipient_key_delayed_further_is_refused(world: World) -> None
 def test_triggers_recipient_key_in_production_set_to_apply_within_24_hours_is_refused(
     world: World, created: timedelta, applies: timedelta
 ) -> None:
-    """Neither a shorter delay nor an earlier time of the request lets a recipient key apply at once."""
+    """Neither a shorter delay nor an earlier time of the request lets a recipient key apply immediately."""
     at = world.recipient.created_at + created
     with refused(MESSAGES["recipientkey_delayed"]):
         _copy_recipient(world, created_at=at, applies_at=at + applies)

@@ -244,11 +244,13 @@ def test_calendar_page_shows_months_with_working_links(desk: Desk) -> None:
     assert address("rotation_rotation_change", Rotation.objects.get().pk) in page
     assert "awaiting approval" in page
     assert "backend" not in text_of(client.get(where, {"environment": "sandbox"}))
-    assert "No scheduled rotations in this period" in text_of(client.get(where, {"merchant": "<nobody>"}))
+    assert "No scheduled rotations in this period" in text_of(client.get(where, {"merchant": "<unknown>"}))
     assert where in text_of(client.get(address(LIST)))
     policy = client.get(where)["Content-Security-Policy"]
     assert "unsafe" not in policy
-    assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<nobody>", text_of(client.get(where, {"merchant": "<nobody>"})))
+    assert not re.search(
+        r"<style|\sstyle=|\son[a-z]+=|<unknown>", text_of(client.get(where, {"merchant": "<unknown>"}))
+    )
     assert client.post(where).status_code == 405
 
 

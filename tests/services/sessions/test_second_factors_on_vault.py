@@ -42,7 +42,7 @@ def rotate_key(made: InstalledVault) -> None:
 def test_seed_is_encrypted_by_the_vault_and_checked_after_a_seal_and_a_rotation_of_its_key(
     db: None, vault_on_disk: VaultOnDisk, tmp_path: Path
 ) -> None:
-    """Guarantee: a dump of the database has no seed, and a sealed Vault signs nobody in."""
+    """Guarantee: a dump of the database has no seed, and no operator signs in while Vault is sealed."""
     folder = tmp_path / "logins"
     folder.mkdir(mode=0o700)
     with installed(vault_on_disk, folder) as made, serving_from(made):
