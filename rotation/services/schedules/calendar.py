@@ -115,7 +115,10 @@ def list_next(
 
 
 def count_days(first: date, days: int, scope: AccessScope = EVERYWHERE) -> list[int]:
-    """Count the rotations that schedules request on each day (UTC), at most MAX_COUNTED + 1 of each, by one query."""
+    """Count the rotations that schedules request on each day (UTC), at most MAX_COUNTED + 1 of each, by one query.
+
+    A credential that was changed counts today, until a worker has computed its date within half a minute.
+    """
     if scope.merchants is None:
         rows = ScheduledCredential.objects.filter(environment__in=sorted(scope.environments))
     else:
