@@ -10,7 +10,7 @@ CODE = keyvault rotation tests clients/python manage.py deploy/compose/make_secr
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run check check-types check-pure test test-long test-clients test-wheel test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
+.PHONY: help demo run check check-types check-pure test test-long test-clients test-wheel test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs screenshots errors lock clean ready-to-run ready-to-test
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -92,6 +92,9 @@ sbom: ## write sbom.json, the bill of materials of requirements.txt in CycloneDX
 docs: ready-to-test ## build the documentation site in .site/, and check its links; needs no network once it is installed
 	@$(call install,docs/requirements.txt,$(VENV)/docs)
 	@exec $(BIN)/python -m tests.site $(ARGS)
+
+screenshots: ready-to-test ## write a picture of every console page, with the data of a month, to docs/screenshots/; needs Chromium, 5 minutes
+	@exec $(BIN)/python -m tests.browser.screenshots
 
 errors: ready-to-run ## print every error code with cause and remedy, as in docs/errors.md
 	@exec $(BIN)/python manage.py show_errors

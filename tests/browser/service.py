@@ -1,23 +1,24 @@
 """A whole service with demo data and operators who sign in, as `make run` starts it."""
 
+import base64
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
+from cryptography.hazmat.primitives.hashes import SHA1
+from cryptography.hazmat.primitives.twofactor.totp import TOTP
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
-from keyvault.domain.plaintext import Plaintext
-from keyvault.services.sessions.second_factors import totp_code
 from tests.environment import ROOT
 from tests.servers.throwaway import MissingServerError, free_port
 
@@ -50,7 +51,7 @@ class Service:
         done = subprocess.run(
             [sys.executable, "manage.py", *arguments],
             cwd=ROOT,
-            env=_environment(self.data),
+            env=environment_of(self.data),
             capture_output=True,
             text=True,
             check=True,
@@ -106,8 +107,8 @@ class Service:
 
     def _fresh_code(self, operator: str, seed: str) -> str:
         """Return a code that was not used. Each is valid for 30 seconds and works once: the next one is awaited."""
-        pause = threading.Event()
-        while (code := totp_code(Plaintext(seed), datetime.now(UTC))) == self._last_code.get(operator):
+        pause, authenticator = threading.Event(), TOTP(base64.b32decode(seed), 6, SHA1(), 30)  # noqa: S303  RFC 6238
+        while (code := authenticator.generate(time.time()).decode()) == self._last_code.get(operator):
             pause.wait(0.5)
         self._last_code[operator] = code
         return code
@@ -130,7 +131,7 @@ def running_service(folder: Path) -> Iterator[Service]:
         process = subprocess.Popen(
             [sys.executable, "manage.py", "run", "--port", str(port)],
             cwd=ROOT,
-            env=_environment(folder / "data"),
+            env=environment_of(folder / "data"),
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -160,6 +161,6 @@ def _await_start(process: "subprocess.Popen[bytes]", log: Path) -> str:
     raise RuntimeError(f"the service did not start: {log.read_text()[-2000:]}")
 
 
-def _environment(data: Path) -> dict[str, str]:
+def environment_of(data: Path) -> dict[str, str]:
     own = {name: text for name, text in os.environ.items() if not name.startswith(("KEYVAULT_", "DJANGO_"))}
     return own | {"KEYVAULT_DATA_DIR": str(data)}

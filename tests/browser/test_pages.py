@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page
 
+from tests.browser.pages import list_pages
 from tests.browser.service import Service
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -27,28 +28,10 @@ SERIOUS = {"serious", "critical"}
 
 @pytest.fixture(scope="module")
 def paths(service: Service) -> list[str]:
-    """The pages of the menu, their tabs, one row of each list, and one form of each page."""
     with service.page("admin") as page:
-        page.goto("/admin/")
-        found = ["/admin/", *_links(page, ".menu a")]
-        for path in list(found):
-            page.goto(path)
-            found += _links(page, ".tabs a")
-        for path in dict.fromkeys(found):
-            page.goto(path)
-            found += [*_links(page, "main table a")[:1], *_links(page, "main a.button")[:2]]
-    paths = list({_ID.sub("/ID/", path.partition("?")[0]): path for path in reversed(found)}.values())
+        paths = list(list_pages(page).values())
     assert len(paths) > 25
     return paths
-
-
-_ID = re.compile(r"/[^/]*[0-9][^/]*/")
-"""Part of a path that names a row: one page of each kind is enough."""
-
-
-def _links(page: Page, selector: str) -> list[str]:
-    paths = page.eval_on_selector_all(selector, "(links) => links.map((link) => String(link.getAttribute('href')))")
-    return [path.partition("#")[0] for path in paths if path.startswith("/admin/") and "logout" not in path]
 
 
 def test_every_page_is_accessible(service: Service, paths: list[str]) -> None:

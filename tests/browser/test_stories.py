@@ -94,33 +94,86 @@ def test_secret_is_masked_until_it_is_revealed_and_is_left_with_a_warning(servic
         assert (page.url, warnings) == (url, ["beforeunload"])
 
 
+def issue_key(service: Service, page: Page, operator: str, label: str) -> tuple[str, str]:
+    """Issue a private sandbox key. Return the path of its credential and the key, which is in use."""
+    url = request_key(page, "sandbox", label)
+    page.get_by_role("link", name=re.compile("^Collect")).wait_for()
+    key = collect(service, page, operator, "Collect")
+    assert service.verify(key)["allowed"]
+    page.goto(url)
+    return str(page.locator("main a[href*='/credential/crd_']").first.get_attribute("href")), key
+
+
+def rotate(service: Service, page: Page, credential: str, **periods: str) -> tuple[str, str]:
+    """Rotate the credential as `tam` and collect the replacement. Return the rotation's address and the replacement.
+
+    Args:
+        periods: numbers of the plan by field; by default one use proves the replacement and all periods are short.
+    """
+    page.goto(credential)
+    page.get_by_role("link", name="Rotate", exact=True).first.click()
+    page.locator("[name=reason]").fill("browser test")
+    for summary in page.locator("main details > summary").all():
+        summary.click()
+    for name, value in ({"proof_count": "1", "quiet_seconds": "1", "quarantine_seconds": "1"} | periods).items():
+        page.locator(f"[name={name}]").fill(value)
+    page.locator("main form button[type=submit]").click()
+    page.wait_for_url(re.compile("/rotation/rot_"))
+    rotation = page.url
+    page.get_by_role("link", name=re.compile("^Collect")).first.wait_for()
+    replacement = collect(service, page, "tam", "Collect")
+    page.goto(rotation)
+    return rotation, replacement
+
+
 def test_rotation_is_watched_to_its_end_without_reloading(service: Service) -> None:
     """Guarantee: the page of a rotation follows it from request to completion by itself."""
     with service.page("tam") as page:
-        url = request_key(page, "sandbox", "watched")
-        page.get_by_role("link", name=re.compile("^Collect")).wait_for()
-        old = collect(service, page, "tam", "Collect")
-        assert service.verify(old)["allowed"]
-        page.goto(url)
-        page.locator("main a[href*='/credential/crd_']").first.click()
-        page.get_by_role("link", name="Rotate", exact=True).first.click()
-        page.locator("[name=reason]").fill("browser test")
-        for summary in page.locator("main details > summary").all():
-            summary.click()
-        for name, value in (("proof_count", "1"), ("quiet_seconds", "1"), ("quarantine_seconds", "1")):
-            page.locator(f"[name={name}]").fill(value)
-        page.locator("main form button[type=submit]").click()
-        page.wait_for_url(re.compile("/rotation/rot_"))
-        rotation = page.url
-        page.get_by_role("link", name=re.compile("^Collect")).first.wait_for()
-        new = collect(service, page, "tam", "Collect")
-        page.goto(rotation)
+        credential, old = issue_key(service, page, "tam", "watched")
+        _, new = rotate(service, page, credential)
         page.evaluate("() => { window.loadedOnce = true; }")
         assert service.verify(new)["allowed"]
         expect(page.locator(".banner")).to_contain_text("Completed")
         assert page.evaluate("() => window.loadedOnce === true")
         assert service.verify(old)["code"] == "key_revoked"
         assert service.verify(new)["allowed"]
+
+
+def test_key_that_is_used_in_quarantine_is_reinstated_with_an_alarm(service: Service) -> None:
+    """Guarantee: the merchant's forgotten client works again by itself, and an alarm and the page say why."""
+    with service.page("tam") as page:
+        credential, old = issue_key(service, page, "tam", "forgotten")
+        rotation, new = rotate(service, page, credential, quarantine_seconds="600")
+        assert service.verify(new)["allowed"]
+        status = page.locator(".heading")
+        expect(status).to_contain_text("Quarantine", ignore_case=True)
+        assert service.verify(old)["code"] == "key_not_active"
+        expect(page.locator("main")).to_contain_text("The old key was used in quarantine and reinstated")
+        assert service.verify(old)["allowed"]
+        page.goto("/admin/")
+        alarm = page.locator("main").get_by_role("link", name=re.compile("quarantine", re.IGNORECASE)).first
+        alarm.click()
+        expect(page.locator("main")).to_contain_text(rotation.rstrip("/").rpartition("/")[2])
+
+
+def test_stalled_rotation_is_repaired_and_completes(service: Service) -> None:
+    """Guarantee: the page of a stalled rotation says why, leads to what repairs it, and resumes the rotation."""
+    with service.page("tam") as page:
+        credential, old = issue_key(service, page, "tam", "stalling")
+        rotation, new = rotate(service, page, credential)
+        with service.page("admin") as other:
+            other.goto(rotation)
+            other.get_by_role("link", name="Replacement", exact=True).first.click()
+            act(service, other, "admin", "Suspend")
+            expect(page.locator(".banner")).to_contain_text("the replacement was suspended by an operator")
+            act(service, other, "admin", "Resume")
+            other.locator(".heading", has_text=re.compile("active", re.IGNORECASE)).wait_for()
+        page.get_by_role("link", name="Resume", exact=True).first.click()
+        page.locator("main form button[type=submit]").first.click()
+        page.wait_for_url(rotation)
+        assert service.verify(new)["allowed"]
+        expect(page.locator(".banner")).to_contain_text("Completed")
+        assert service.verify(old)["code"] == "key_revoked"
 
 
 def test_denial_is_explained_by_its_request_id(service: Service) -> None:
@@ -179,3 +232,36 @@ def test_requests_are_approved_together_and_then_a_campaign_over_their_keys(serv
         expect(mine.locator(".banner")).to_contain_text("Running")
         act(service, mine, "tam", "Cancel campaign")
         expect(mine.locator(".banner")).to_contain_text("Closed")
+
+
+ISSUE_KEYS = """
+from keyvault.management.json_command import call
+account = ("--merchant", "globex", "--environment", "sandbox", "--kind", "private", "--requested-by", "tam")
+for number in range(21):
+    print(call("issue_key", *account, "--label", f"leaked-{number}", "--reveal")["key"])
+"""
+
+
+def test_leaked_keys_are_revoked_at_the_leak_desk(service: Service) -> None:
+    """Guarantee: more than 20 keys are revoked only with their number typed, and the receipt shows who confirmed."""
+    keys = KEY.findall(service.manage("shell", "--no-imports", "-c", ISSUE_KEYS))
+    assert len(keys) == 21
+    assert service.verify(keys[0])["allowed"]
+    with service.page("responder") as page:
+        page.goto("/admin/incidents/")
+        page.locator("[name=secret_text]").fill("\n".join(f"GET /orders X-Api-Key: {key}" for key in keys))
+        page.get_by_role("button", name="Find keys").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("21 keys to revoke")
+        assert KEY.search(page.content()) is None
+        revoke = page.get_by_role("button", name="Revoke 21 keys now")
+        service.give_code(page, "responder")
+        revoke.click()
+        expect(page.locator("main")).to_contain_text("Nothing was revoked")
+        assert service.verify(keys[0])["allowed"]
+        page.locator("[name=count]").fill("21")
+        page.locator("[name=replace]").uncheck()
+        service.give_code(page, "responder")
+        revoke.click()
+        expect(page.locator(".banner")).to_contain_text("21 keys revoked. All verifiers confirmed.")
+        expect(page.locator("main table").first.locator("tbody tr")).to_have_count(21)
+    assert {service.verify(key)["code"] for key in keys} == {"key_revoked"}

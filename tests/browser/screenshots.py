@@ -1,0 +1,111 @@
+"""Pictures of every page of the console, with the data of a month (`make screenshots`).
+
+They go to `docs/screenshots/`, which is not committed: each page in light and in dark at 1280 px, and on a phone at
+390 px. The three of the README go to `docs/pictures/`.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from playwright.sync_api import Page
+
+from tests.browser.pages import list_pages
+from tests.browser.service import Service, environment_of, running_service
+from tests.environment import IN_MEMORY, ROOT
+
+SCREENSHOTS = ROOT / "docs" / "screenshots"
+README_PICTURES = ROOT / "docs" / "pictures"
+
+DESK, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+LOOKS = (("light", "light", DESK), ("dark", "dark", DESK), ("phone", "light", PHONE))
+"""Folder, color scheme and size of each set of pictures."""
+
+OPERATORS = ("admin", "approver", "responder", "tam")
+"""Each page is shown to the first of these who finds it."""
+
+FILL = "from tests.browser.month import fill_month; fill_month()"
+
+
+def main() -> int:
+    shutil.rmtree(SCREENSHOTS, ignore_errors=True)
+    README_PICTURES.mkdir(exist_ok=True)
+    memory = IN_MEMORY if IN_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="kv-screenshots-", dir=memory) as name:
+        folder = Path(name)
+        rotations = _fill(folder / "data")
+        with running_service(folder) as service:
+            pages = _find_pages(service, rotations)
+            for look, scheme, size in LOOKS:
+                _take(service, pages, SCREENSHOTS / look, color_scheme=scheme, viewport=size)
+            _take_for_readme(service, pages)
+    return 0
+
+
+def _fill(data: Path) -> dict[str, str]:
+    """Fill the data folder, and return the pages of its rotations by name."""
+    done = subprocess.run(
+        [sys.executable, "manage.py", "shell", "--no-imports", "-c", FILL],
+        cwd=ROOT,
+        env=environment_of(data),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    pages: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return pages
+
+
+def _find_pages(service: Service, rotations: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Return the operator and the path of each picture, by its name."""
+    found: dict[str, tuple[str, str]] = {f"rotation-{name}": ("tam", path) for name, path in rotations.items()}
+    for operator in OPERATORS:
+        with service.page(operator) as page:
+            for place, path in list_pages(page).items():
+                found.setdefault(_name(place), (operator, path))
+            if operator == OPERATORS[0]:
+                page.goto(rotations["overlap"])
+                credential = page.locator("main a[href*='/credential/crd_']").first.get_attribute("href")
+                found["credential-rotating"] = (operator, str(credential))
+    return found
+
+
+def _name(place: str) -> str:
+    """Return the name of a page's pictures, such as `rotation-schedules` for /admin/rotation/schedules/."""
+    return place.removeprefix("/admin/").strip("/").replace("/", "-") or "overview"
+
+
+def _take(service: Service, pages: dict[str, tuple[str, str]], folder: Path, **options: object) -> None:
+    folder.mkdir(parents=True)
+    for operator in OPERATORS:
+        with service.page(operator, **options) as page:
+            for name, path in _of(pages, operator):
+                _open(page, path)
+                page.screenshot(path=folder / f"{name}.png", full_page=True)
+
+
+def _take_for_readme(service: Service, pages: dict[str, tuple[str, str]]) -> None:
+    chosen = {"overview": "overview", "rotation-overlap": "rotation", "credential-rotating": "credential"}
+    for operator in OPERATORS:
+        with service.page(operator, color_scheme="light", viewport=DESK) as page:
+            for name, path in _of(pages, operator):
+                if name in chosen:
+                    _open(page, path)
+                    page.screenshot(path=README_PICTURES / f"{chosen[name]}.png")
+
+
+def _of(pages: dict[str, tuple[str, str]], operator: str) -> Iterator[tuple[str, str]]:
+    return ((name, path) for name, (who, path) in pages.items() if who == operator)
+
+
+def _open(page: Page, path: str) -> None:
+    page.goto(path)
+    page.evaluate("() => document.fonts.ready")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
