@@ -59,7 +59,7 @@ def find_part(request: HttpRequest) -> OverviewPart | None:
         ],
         section=Table(
             "Rotations in progress",
-            ["Credential", "Environment", "State", "Progress", "Since"],
+            ["Credential", "Environment", "State", "Progress", "Time"],
             [_cells(rotations, row, now) for row in listed[:MAX_SHOWN]],
             "No rotation is in progress. Rotations that replace a key appear here with the step that they wait for.",
             link(rotations.list_url(), "Show all" if len(listed) > MAX_SHOWN else "All rotations"),
@@ -79,9 +79,9 @@ def _cells(rotations: ConsoleModelAdmin, row: Rotation, now: datetime) -> tuple[
 
 
 def _since(row: Rotation, now: datetime) -> str:
-    """Return since when the rotation is in its state, and until when it may take."""
-    text = f"for {duration(now - row.entered_at)}"
+    """Return for how long the rotation is in its state, and how long until its deadline."""
+    text = duration(now - row.entered_at)
     if row.deadline_at is None or row.state == S.REVOKING:
         return text
     left = row.deadline_at - now
-    return f"deadline passed {duration(-left)} ago" if left < timedelta() else f"{text}, deadline in {duration(left)}"
+    return f"{duration(-left)} late" if left < timedelta() else f"{text}, {duration(left)} left"

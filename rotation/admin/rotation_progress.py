@@ -1,6 +1,7 @@
 """What a rotation's page shows first: what it waits for, its evidence, and the traffic of both keys."""
 
 import csv
+import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from io import StringIO
@@ -42,7 +43,12 @@ def lead_of(row: Rotation) -> SafeString:
 
 
 def banner_of(
-    row: Rotation, waiting_for: str, until: datetime | None, happened: str, buttons: Sequence[Link]
+    row: Rotation,
+    waiting_for: str,
+    awaited: Sequence[AwaitedSource],
+    until: datetime | None,
+    happened: str,
+    buttons: Sequence[Link],
 ) -> Banner | None:
     """Return the sentence with what the rotation waits for, until when, and the next action.
 
@@ -58,6 +64,9 @@ def banner_of(
         return Banner(f"{row.get_state_display().replace('_', ' ').capitalize()}.", why, tone)
     if not waiting_for:
         return None
+    if len(awaited) > 1:
+        # The table of the old key's users has each source and its time.
+        waiting_for = re.sub(": .*", f": {counted(len(awaited), 'source')}, listed below", waiting_for)
     text = happened or "Nothing is needed from you."
     if until is not None:
         text = format_html("{} Next step {} at the earliest.", text, moment(until))
@@ -184,7 +193,7 @@ def _status(name: str, user: KeyUser, moved: dict[str, datetime], until: dict[st
         return describe_need(name) if end is None else format_html("silent {}", moment(end))
     moved_at = moved.get(name)
     if moved_at is not None and moved_at >= user.last_at:
-        return format_html("switched {}", moment(moved_at))
+        return format_html("switched; replacement used {}", moment(moved_at))
     return ""
 
 

@@ -228,7 +228,7 @@ class RotationAdmin(ConsoleModelAdmin):
             state=row.state,
             lead=lead_of(row),
             crumbs=account_crumbs(account),
-            banner=banner_of(row, waiting_for, until, happened, remedies),
+            banner=banner_of(row, waiting_for, awaited, until, happened, remedies),
             alarms=[self._bypass_note(request, row)] if row.is_unreviewed else [],
             notes=list(self._notes(request, row)),
             steps=steps_of(row),

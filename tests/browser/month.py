@@ -23,9 +23,10 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, OperatorPrincipal
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
+from keyvault.domain.errors import ErrorCode
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Key, Operator, UsageReporter, UsageTotal
+from keyvault.models import Key, Operator, Refusal, UsageReporter, UsageTotal
 from keyvault.models.usage import UseOutcome
 from keyvault.services.limits.overrides import set_account_limit
 from keyvault.services.merchants.merchants import create_merchant
@@ -34,6 +35,7 @@ from keyvault.services.secrets.provider_connections import set_connection
 from keyvault.services.usage.recorder import UsageLog, Uses
 from keyvault.services.usage.totals import KEPT_FOR, start_of_slot
 from keyvault.services.webhooks.endpoints import add_endpoint
+from keyvault.wire.problems import PROBLEM_TYPES
 from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.states import CLOSED
@@ -46,12 +48,11 @@ from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_calendar, save_schedule
 from rotation.services.schedules.starting import begin_due
-from tests.admin.desk import make_refusal
 from tests.clocks import Clock
 from tests.factories import account, grant, issue, make_token, request_key, the_operator
 
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
-MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
+MINUTE, STEP, HOUR, DAY = timedelta(minutes=1), timedelta(minutes=5), timedelta(hours=1), timedelta(days=1)
 
 MERCHANTS = {
     "acme": "Acme Stores",
@@ -81,12 +82,12 @@ CREDENTIALS = (
 )
 
 CODES = {
-    "key_not_active": 410,
-    "rate_limited": 338,
-    "credential_invalid": 290,
-    "ip_not_allowed": 61,
-    "method_not_supported": 40,
-    "customer_token_missing": 12,
+    ErrorCode.KEY_NOT_ACTIVE: 410,
+    ErrorCode.RATE_LIMITED: 338,
+    ErrorCode.CREDENTIAL_INVALID: 290,
+    ErrorCode.IP_NOT_ALLOWED: 61,
+    ErrorCode.METHOD_NOT_SUPPORTED: 40,
+    ErrorCode.CUSTOMER_TOKEN_MISSING: 12,
 }
 """Refusals of the last day by error code."""
 
@@ -140,13 +141,12 @@ class Month:
     streams: list[Stream] = field(default_factory=list)
     keys: dict[str, Key] = field(default_factory=dict)
     totals: Counter[tuple[datetime, str, str]] = field(default_factory=Counter)
-    _taken: list[Uses] = field(default_factory=list)
-    _through: datetime = field(init=False)
+    _counted: datetime = field(init=False)
     _random: random.Random = field(default_factory=lambda: random.Random(21))  # noqa: S311  no secret
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.end - 450 * DAY)
-        self._through = self.end - 30 * DAY
+        self._counted = self.end - 20 * DAY
         self.log = UsageLog(now=self.clock)
         self.log.add_source(self._take)
 
@@ -188,22 +188,21 @@ class Month:
     def go(self, until: datetime) -> None:
         """Advance the clock in steps; after each, report the uses and let the worker advance the open rotations."""
         while self.clock() < until:
-            step = 5 * MINUTE if self.clock() >= self.ago(hours=5) else HOUR
+            step = STEP if self.clock() >= self.ago(hours=5) else 3 * HOUR
             self.clock.now = min(self.clock() + step, until)
             self.log.flush()
             for rotation_id in Rotation.objects.exclude(state__in=CLOSED).values_list("pk", flat=True):
                 advance_rotation(rotation_id, self.clock)
 
     def _take(self) -> list[Uses]:
-        uses = list(self._count())
-        self._through = max(self._through, self.clock())
-        return uses
+        return list(self._count())
 
     def _count(self) -> Iterator[Uses]:
-        """Yield the uses since the last report, by the minute in the last day and by the hour before."""
-        at = self._through.replace(second=0, microsecond=0) + MINUTE
-        while at <= self.clock():
-            step = MINUTE if at >= self.ago(hours=26) else HOUR
+        """Yield the uses since the last report, every five minutes of the last day and every hour before."""
+        while self._counted < self.clock():
+            at = self._counted
+            step = STEP if at >= self.ago(hours=27) else HOUR
+            self._counted += step
             for each in self.streams:
                 mean = each.rate(at) * (step / MINUTE)
                 count = max(0, round(mean * self._random.gauss(1, 0.08)))
@@ -212,7 +211,6 @@ class Month:
                     last = at.timestamp() + 30
                     context = (each.key.key_id, each.endpoint, each.source, each.agent, each.origin, each.outcome.value)
                     yield (*context, count, last - 20, last)
-            at += step
 
 
 def _of_day(mean: float) -> Callable[[datetime], float]:
@@ -426,14 +424,18 @@ def write_day(month: Month) -> None:
         if at >= month.end - KEPT_FOR
     )
     chosen = random.Random(7)  # noqa: S311  no secret
-    for code, count in CODES.items():
-        for number in range(count):
-            at = month.end - timedelta(seconds=chosen.uniform(0, 86_000))
-            make_refusal(
-                f"{code[:8]}{number:08}".replace("_", "x"),
-                environment=PRODUCTION,
-                code=code,
-                detail="See the error codes.",
-                trace=[[code, False]],
-                at=at,
-            )
+    Refusal.objects.bulk_create(
+        Refusal(
+            request_id=f"{chosen.getrandbits(120):022x}"[:22],
+            at=month.end - timedelta(seconds=chosen.uniform(0, 86_000)),
+            door="verify",
+            environment=PRODUCTION,
+            endpoint="orders.create",
+            code=code,
+            detail=PROBLEM_TYPES[code].cause,
+            source="198.51.100.10",
+            trace=[[code.value, False]],
+        )
+        for code, count in CODES.items()
+        for _ in range(count)
+    )

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from playwright.sync_api import Page
+from playwright.sync_api import Page, ViewportSize
 
 from tests.browser.pages import list_pages
 from tests.browser.service import Service, environment_of, running_service
@@ -21,9 +21,17 @@ from tests.environment import IN_MEMORY, ROOT
 SCREENSHOTS = ROOT / "docs" / "screenshots"
 README_PICTURES = ROOT / "docs" / "pictures"
 
-DESK, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+DESK = ViewportSize(width=1280, height=800)
+PHONE = ViewportSize(width=390, height=844)
 LOOKS = (("light", "light", DESK), ("dark", "dark", DESK), ("phone", "light", PHONE))
 """Folder, color scheme and size of each set of pictures."""
+
+README_PAGES = {
+    "overview": "overview.png",
+    "rotation-overlap": "rotation.png",
+    "credential-rotating": "credential.png",
+}
+README_SIZE = ViewportSize(width=1280, height=1000)
 
 OPERATORS = ("admin", "approver", "responder", "tam")
 """Each page is shown to the first of these who finds it."""
@@ -40,9 +48,9 @@ def main() -> int:
         rotations = _fill(folder / "data")
         with running_service(folder) as service:
             pages = _find_pages(service, rotations)
-            for look, scheme, size in LOOKS:
-                _take(service, pages, SCREENSHOTS / look, color_scheme=scheme, viewport=size)
             _take_for_readme(service, pages)
+            for look, scheme, size in LOOKS:
+                _take(service, pages, SCREENSHOTS / look, scheme, size)
     return 0
 
 
@@ -79,23 +87,26 @@ def _name(place: str) -> str:
     return place.removeprefix("/admin/").strip("/").replace("/", "-") or "overview"
 
 
-def _take(service: Service, pages: dict[str, tuple[str, str]], folder: Path, **options: object) -> None:
+def _take(service: Service, pages: dict[str, tuple[str, str]], folder: Path, scheme: str, size: ViewportSize) -> None:
     folder.mkdir(parents=True)
     for operator in OPERATORS:
-        with service.page(operator, **options) as page:
+        with service.page(operator, color_scheme=scheme, viewport=size) as page:
             for name, path in _of(pages, operator):
                 _open(page, path)
-                page.screenshot(path=folder / f"{name}.png", full_page=True)
+                # The menu is as high as the window.
+                height = page.evaluate("() => document.documentElement.scrollHeight")
+                page.set_viewport_size({"width": size["width"], "height": max(height, size["height"])})
+                page.screenshot(path=folder / f"{name}.png")
+                page.set_viewport_size(size)
 
 
 def _take_for_readme(service: Service, pages: dict[str, tuple[str, str]]) -> None:
-    chosen = {"overview": "overview", "rotation-overlap": "rotation", "credential-rotating": "credential"}
-    for operator in OPERATORS:
-        with service.page(operator, color_scheme="light", viewport=DESK) as page:
-            for name, path in _of(pages, operator):
-                if name in chosen:
-                    _open(page, path)
-                    page.screenshot(path=README_PICTURES / f"{chosen[name]}.png")
+    """Take the pictures that are committed: three quarters of the size, so that each has less than 150 KB."""
+    for name, picture in README_PAGES.items():
+        operator, path = pages[name]
+        with service.page(operator, color_scheme="light", viewport=README_SIZE, device_scale_factor=0.75) as page:
+            _open(page, path)
+            page.screenshot(path=README_PICTURES / picture)
 
 
 def _of(pages: dict[str, tuple[str, str]], operator: str) -> Iterator[tuple[str, str]]:

@@ -242,6 +242,15 @@ class Columns(Component):
 
 
 @dataclass(frozen=True)
+class Stack(Component):
+    """Sections below each other, in one of the columns."""
+
+    sections: Sequence[Any]
+
+    template_name = "console/component_stack.html"
+
+
+@dataclass(frozen=True)
 class Fold(Component):
     """Sections that are hidden until the operator opens them. `note`: text or HTML beside the title."""
 

@@ -1,6 +1,6 @@
 """Credentials in the console: viewed and restricted to networks; never edited."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from django import forms
@@ -18,7 +18,7 @@ from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, V
 from keyvault.admin.framework.activity import activity_cards
 from keyvault.admin.framework.charts import Sparkline
 from keyvault.admin.framework.columns import moment_column
-from keyvault.admin.framework.components import Columns
+from keyvault.admin.framework.components import Columns, Stack
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.scoping import in_scope
@@ -143,8 +143,7 @@ class CredentialAdmin(ConsoleModelAdmin):
             lead=format_html("{} · accepted from {}", identifier(row), where),
             crumbs=account_crumbs(row.account),
             sections=[
-                Columns([chart or _keys_table(keys), *(timeline or (_facts(row),))]),
-                *([_keys_table(keys)] if chart else []),
+                Columns([Stack([*([chart] if chart else []), _keys_table(keys)]), *(timeline or (_facts(row),))]),
                 *([_facts(row)] if timeline else []),
             ],
         )
@@ -166,7 +165,7 @@ def _credentials_table(account: Account, title: str) -> Table:
     )
     found = list(rows.order_by("-created_at")[: MAX_CREDENTIALS + 1])
     newest = {row.pk: next(iter(row.keys.all()), None) for row in found[:MAX_CREDENTIALS]}
-    lines = sparklines_of([key.key_id for key in newest.values() if key is not None])
+    lines = sparklines_of({row.pk: [key.key_id for key in row.keys.all()] for row in found[:MAX_CREDENTIALS]})
     return Table(
         f"{title}: the newest {MAX_CREDENTIALS}" if len(found) > MAX_CREDENTIALS else title,
         ["credential", "kind", "keys", "issued", "expires", "last used", "last 24 h"],
@@ -175,7 +174,7 @@ def _credentials_table(account: Account, title: str) -> Table:
                 link(reverse("admin:keyvault_credential_change", args=[row]), row.label or row),
                 row.kind,
                 format_html_join(" ", "{}", ((badge(key.state),) for key in row.keys.all())) or NOTHING,
-                *_newest_key_cells(newest[row.pk], lines),
+                *_key_cells(newest[row.pk], row.keys.all(), lines[row.pk]),
             ]
             for row in found[:MAX_CREDENTIALS]
         ],
@@ -183,11 +182,13 @@ def _credentials_table(account: Account, title: str) -> Table:
     )
 
 
-def _newest_key_cells(key: Key | None, lines: Mapping[str, Sparkline]) -> list[Any]:
-    if key is None:
+def _key_cells(newest: Key | None, usable: Iterable[Key], line: Sparkline) -> list[Any]:
+    """Return the times of the newest key, and the uses of all usable keys: a rotation's old key may be in use."""
+    if newest is None:
         return [NOTHING, NOTHING, NOTHING, ""]
-    times = (moment(key.activated_at), moment(key.expires_at, missing="never"))
-    return [*times, moment(use_of(key, "last_at"), missing="never"), lines[key.key_id]]
+    used_at = max((at for key in usable if (at := use_of(key, "last_at")) is not None), default=None)
+    times = (moment(newest.activated_at), moment(newest.expires_at, missing="never"))
+    return [*times, moment(used_at, missing="never"), line]
 
 
 MAX_CREDENTIALS = 20

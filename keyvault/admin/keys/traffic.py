@@ -1,6 +1,6 @@
 """Charts of the uses of keys."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 from keyvault.admin.framework.charts import LineChart, Marker, Series, Sparkline, Tick, default_ticks
@@ -53,12 +53,16 @@ def traffic_card(
     return Card(title, chart, chart.legend)
 
 
-def sparklines_of(key_ids: Collection[str]) -> dict[str, Sparkline]:
-    """Return a line of the hourly uses in the last 24 hours for each key."""
+def sparklines_of(keys: Mapping[str, Collection[str]]) -> dict[str, Sparkline]:
+    """Return a line of the hourly uses in the last 24 hours for each credential. `keys`: ids of its usable keys."""
     now = datetime.now(UTC)
-    counts = count_uses(key_ids, now - _DAY, now, _SPARK_STEP)
+    counts = count_uses([key_id for ids in keys.values() for key_id in ids], now - _DAY, now, _SPARK_STEP)
     label = "requests of each hour in the last 24 hours: {:,} in total"
-    return {key_id: Sparkline(values, label.format(sum(values))) for key_id, values in counts.items()}
+    sums = {
+        each: [sum(hour) for hour in zip(*(counts[key_id] for key_id in ids), strict=True)]
+        for each, ids in keys.items()
+    }
+    return {each: Sparkline(values, label.format(sum(values))) for each, values in sums.items()}
 
 
 def _name_step(step: timedelta) -> str:

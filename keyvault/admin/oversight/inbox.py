@@ -22,6 +22,7 @@ from keyvault.admin.framework.actions import (
     RowAction,
     run_service,
 )
+from keyvault.admin.framework.activity import name_event
 from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import operator_of
@@ -142,7 +143,10 @@ class NoticeAdmin(ConsoleModelAdmin):
 
     def line_of(self, row: Notice) -> Line:
         return Line(
-            self.url_of(row), row.kind, f"{row.account} · {_about(row)}" if row.account else _about(row), row.created_at
+            self.url_of(row),
+            name_event(row.kind),
+            f"{row.account} · {_about(row)}" if row.account else _about(row),
+            row.created_at,
         )
 
     def summary(self, row: Notice) -> FactTable:

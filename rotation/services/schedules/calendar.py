@@ -188,7 +188,7 @@ def _next_date(candidate: Candidate, now: datetime) -> ScheduledDate:
             DateState.AWAITING_APPROVAL if is_undecided else DateState.OPEN,
             open_rotation.not_before,
             rotation_id=open_rotation.rotation_id,
-            why="" if is_undecided else f"its rotation is {open_rotation.state.value.replace('_', ' ')}",
+            why="" if is_undecided else f"its rotation is open: {open_rotation.state.value.replace('_', ' ')}",
         )
     if candidate.obstacle or date is None:
         return _date(candidate, DateState.NOT_SCHEDULABLE, None, why=candidate.obstacle)

@@ -145,7 +145,7 @@ def test_calendar_of_open_rotations_links_them(clock: Clock) -> None:
         "awaited": DateState.AWAITING_APPROVAL,
     }
     assert {date.rotation_id for date in found.values()} == set(Rotation.objects.values_list("pk", flat=True))
-    assert found["open"].why == "its rotation is scheduled"
+    assert found["open"].why == "its rotation is open: scheduled"
 
 
 def test_calendar_of_a_rejected_rotation_names_the_next_request(clock: Clock) -> None:
