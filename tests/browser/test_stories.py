@@ -162,13 +162,14 @@ def test_stalled_rotation_is_repaired_and_completes(service: Service) -> None:
         credential, old = issue_key(service, page, "tam", "stalling")
         rotation, new = rotate(service, page, credential)
         with service.page("admin") as other:
-            other.goto(rotation)
-            other.get_by_role("link", name="Replacement", exact=True).first.click()
+            other.goto(f"/admin/keyvault/key/{new.split('_')[3][:16]}/")
             act(service, other, "admin", "Suspend")
             expect(page.locator(".banner")).to_contain_text("the replacement was suspended by an operator")
+            other.goto(rotation)
+            other.locator(".banner").get_by_role("link", name="Replacement").click()
             act(service, other, "admin", "Resume")
             other.locator(".heading", has_text=re.compile("active", re.IGNORECASE)).wait_for()
-        page.get_by_role("link", name="Resume", exact=True).first.click()
+        page.locator(".banner").get_by_role("link", name="Resume").click()
         page.locator("main form button[type=submit]").first.click()
         page.wait_for_url(rotation)
         assert service.verify(new)["allowed"]

@@ -26,7 +26,7 @@ def use_facts(key: Key) -> Iterable[tuple[str, Any]]:
     use = describe_use(key)
     yield "First used", moment(use.first_at, missing="never")
     yield "Last used", moment(use.last_at, missing="never")
-    yield "Uses", use.count
+    yield "Uses", f"{use.count:,}"
     for label, at in (
         ("Last refused for another reason", use.denied_at),
         ("Last attempt while suspended", use.tried_at),
@@ -60,7 +60,7 @@ def use_tables(key: Key) -> Iterable[Table]:
                 *([user.origin or NOTHING] if has_pages else []),
                 user.endpoint or NOTHING,
                 badge(user.outcome),
-                user.count,
+                f"{user.count:,}",
                 moment(user.first_at),
                 moment(user.last_at),
             ]
@@ -94,7 +94,7 @@ def _versions(key: Key, has_more: bool) -> Iterable[Table]:
                     version.origin or NOTHING,
                     version.user_agent or NOTHING,
                     version.sources,
-                    version.count,
+                    f"{version.count:,}",
                     moment(version.first_at),
                     moment(version.last_at),
                 ]
@@ -113,7 +113,7 @@ def _networks(key: Key, has_more: bool) -> Iterable[Table]:
                 [
                     mono(network.network),
                     network.sources,
-                    network.count,
+                    f"{network.count:,}",
                     moment(network.first_at),
                     moment(network.last_at),
                 ]

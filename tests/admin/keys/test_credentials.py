@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 
+from keyvault.access.permissions import Permission
+from keyvault.access.principals import WORKER
 from keyvault.domain.keys import KeyKind
-from keyvault.models import Key, UseBucket, UseContext
+from keyvault.models import Key, KeyUse, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
+from keyvault.services.keys.lifecycle import activate_key, stage_key
 from keyvault.services.keys.records import find_key_record
 from tests.admin.desk import Desk, address, browser, hidden, text_of
-from tests.factories import issue, now
+from tests.factories import grant, issue, now
 
 
 def post_restrict(desk: Desk, key: Key, **fields: str) -> Any:
@@ -100,3 +103,18 @@ def test_exposure_filter_lists_the_keys_of_the_last_days(desk: Desk) -> None:
     text = text_of(browser(desk.auditor).get("/admin/keyvault/key/", {"exposed": "lately"}))
     assert exposed.pk in text
     assert other.pk not in text
+
+
+def test_credential_in_rotation_is_listed_with_the_uses_of_both_keys(desk: Desk) -> None:
+    """Guarantee: a credential whose replacement is not used yet does not look unused."""
+    old, _ = issue(desk.sandbox)
+    by_worker = grant(WORKER, Permission.ROTATIONS_ADVANCE, desk.sandbox)
+    replacement, _ = stage_key(by_worker, old.credential, expires_in_days=None)
+    activate_key(by_worker, replacement)
+    at = now() - timedelta(days=1) / 2
+    KeyUse.objects.create(key=old, first_at=at, last_at=at, count=3)
+    context = UseContext.objects.create(key=old, source="192.0.2.7", outcome=UseOutcome.ALLOWED)
+    UseBucket.objects.create(context=context, minute=at, count=3, first_at=at, last_at=at)
+    page = text_of(browser(desk.admin).get(address("keyvault_account_change", desk.sandbox.pk)))
+    assert "requests of each hour in the last 24 hours: 3 in total" in page
+    assert f'datetime="{at:%Y-%m-%dT%H:%M:%S}' in page
