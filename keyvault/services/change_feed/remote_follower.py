@@ -36,7 +36,7 @@ _CONFIRM_CHECK_SECONDS: Final = 1.0
 _CONFIRM_THREADS: Final = 3
 
 _MAX_OFFSET_SECONDS: Final = 1.0
-"""Maximum pause that keeps the second reading thread half a round trip from the first."""
+"""Maximum time between the reads of the two threads, in seconds."""
 
 _REGISTERING_PAUSE_SECONDS: Final = 0.1
 
@@ -60,10 +60,14 @@ class RemoteFollower(BackgroundThread):
     _after: int | None = None
     _starts: int = 0
     """How often the memory was dropped. Replies to reads and confirmations from before it change nothing."""
+    _confirming: int = 0
+    """The highest sequence whose confirmation is under way, or was sent; 0 after a failure."""
     _confirmed: int = 0
     _vouched_at: float = _NEVER
     _fresh_until: float = _NEVER
     _wait_seconds: int = 0
+    _first_sent_at: float = _NEVER
+    _round_trip: float = 0.0
     _failures: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while a reply is applied, so that a later one cannot be vouched for before it."""
@@ -79,16 +83,18 @@ class RemoteFollower(BackgroundThread):
         """Raise RuntimeError: a forked child would read under the same name."""
         raise RuntimeError("a regional verifier does not fork")
 
-    def read_once(self, *, may_register: bool = True) -> float:
+    def read_once(self, *, is_first: bool = True) -> None:
         """Read and apply; `confirm_once` confirms. Raises CentralUnavailableError, CentralRefusedError.
 
-        Returns the pause before the second thread should read again, in seconds: 0 if the reply had something new.
+        `is_first`: only the first of the reading threads registers the reader. The other does nothing before.
         """
         with self._lock:
             after, starts, wait_seconds = self._after, self._starts, self._wait_seconds
-        if after is None and not may_register:
-            return _REGISTERING_PAUSE_SECONDS
+        if after is None and not is_first:
+            return
         monotonic, wall = time.monotonic(), time.time()
+        if is_first:
+            self._first_sent_at = monotonic
         query: dict[str, object] = {"reader": self.name}
         if after is not None:
             query |= {"after": after, "wait": wait_seconds}
@@ -96,33 +102,37 @@ class RemoteFollower(BackgroundThread):
             body = self.central.get("/v1/changes", query, seconds=wait_seconds + CALL_SECONDS)
         except CentralRefusedError:
             if after is not None and (after, starts) != (self._after, self._starts):
-                return 0.0  # The other thread confirmed more, or started again, before this read arrived.
+                return  # The other thread confirmed more, or started again, before this read arrived.
             raise
         with self._lock:
             if starts != self._starts:
-                return 0.0
-            is_new = after is None or self._after is None or body["sequence"] > self._after
+                return
             if after is None:
                 self.apply(None)
             elif subjects := [(change["kind"], change["id"]) for change in body["changes"]]:
                 self.apply(subjects if all(kind in KINDS for kind, _ in subjects) else None)
             self._after = max(self._after or 0, body["sequence"])
             self._note_fresh(body, monotonic, wall)
+            self._round_trip = time.monotonic() - monotonic - float(body["waited_seconds"])
             if self._after > self._confirmed:
                 self._applied.set()
-        round_trip = time.monotonic() - monotonic - float(body["waited_seconds"])
-        return 0.0 if is_new else min(round_trip / 2, _MAX_OFFSET_SECONDS)
 
     def confirm_once(self) -> None:
         """Confirm what is applied, if it is more than before. Raises CentralUnavailableError, CentralRefusedError."""
         with self._lock:
             self._applied.clear()
             sequence, starts = self._after, self._starts
-        if sequence is not None and sequence > self._confirmed:
+            if sequence is None or sequence <= max(self._confirming, self._confirmed):
+                return
+            self._confirming = sequence
+        try:
             self.central.post("/v1/changes/confirmations", {"reader": self.name, "sequence": sequence})
-            with self._lock:
-                if starts == self._starts:
-                    self._confirmed = max(self._confirmed, sequence)
+        except (CentralUnavailableError, CentralRefusedError):
+            self._confirming = 0
+            raise
+        with self._lock:
+            if starts == self._starts:
+                self._confirmed = max(self._confirmed, sequence)
 
     def start_again(self) -> None:
         """Drop the memory and the position: the service does not know this reader any more."""
@@ -130,7 +140,7 @@ class RemoteFollower(BackgroundThread):
             self._starts += 1
             self._withdraw()
             self.apply(None)
-            self._after, self._confirmed = None, 0
+            self._after, self._confirming, self._confirmed = None, 0, 0
 
     def _note_fresh(self, body: dict[str, Any], monotonic: float, wall: float) -> None:
         bound = float(body["staleness_seconds"])
@@ -156,9 +166,13 @@ class RemoteFollower(BackgroundThread):
         self._end()
 
     def _read_beside(self) -> None:
+        """Read half a round trip after the first thread, so that one of them is mostly waiting at the service."""
         stop = self._stop
         while not stop.is_set():
-            stop.wait(self._try_read(may_register=False))
+            self._try_read(is_first=False)
+            offset = min(self._round_trip / 2, _MAX_OFFSET_SECONDS)
+            pause = self._first_sent_at + offset - time.monotonic()
+            stop.wait(_REGISTERING_PAUSE_SECONDS if self._after is None else max(0.0, pause))
 
     def _end(self) -> None:
         """Vouch for nothing from now on, also not by a reply that is still under way."""
@@ -178,11 +192,10 @@ class RemoteFollower(BackgroundThread):
                 self._applied.set()
                 stop.wait(_PAUSES[1])
 
-    def _try_read(self, *, may_register: bool = True) -> float:
-        """Read once, and pause after a failure. Return what `read_once` returns."""
-        pause = 0.0
+    def _try_read(self, *, is_first: bool = True) -> None:
+        """Read once, and pause after a failure."""
         try:
-            pause = self.read_once(may_register=may_register)
+            self.read_once(is_first=is_first)
         except CentralRefusedError as error:
             if error.code == ErrorCode.CURSOR_EXPIRED:
                 _log.warning("the change feed is read again from its end, with an empty memory")
@@ -200,7 +213,6 @@ class RemoteFollower(BackgroundThread):
             self._failures = 0
         if failures := self._failures:
             self._stop.wait(_PAUSES[min(failures - 1, len(_PAUSES) - 1)])
-        return pause
 
     def _note_failure(self, error: Exception) -> None:
         if not self._failures:
