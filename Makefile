@@ -93,7 +93,7 @@ docs: ready-to-test ## build the documentation site in .site/, and check its lin
 	@$(call install,docs/requirements.txt,$(VENV)/docs)
 	@exec $(BIN)/python -m tests.site $(ARGS)
 
-screenshots: ready-to-test ## write a picture of every console page, with the data of a month, to docs/screenshots/; needs Chromium, 5 minutes
+screenshots: ready-to-test ## write a picture of every console page, with the data of a month, to docs/screenshots/; needs Chromium; minutes
 	@exec $(BIN)/python -m tests.browser.screenshots
 
 errors: ready-to-run ## print every error code with cause and remedy, as in docs/errors.md

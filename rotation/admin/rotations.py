@@ -223,6 +223,7 @@ class RotationAdmin(ConsoleModelAdmin):
         retiring = row.replacement if row.stage is S.ROLLING_BACK else row.predecessor
         users = users_table(row, retiring, row.predecessor if retiring is row.replacement else row.replacement, awaited)
         plan = plan_card(row)
+        steps = [runbook_facts(advice)] if advice is not None and advice.steps else []
         return Detail(
             title=f"Rotate {row.credential.label or row.credential_id}",
             state=row.state,
@@ -235,9 +236,10 @@ class RotationAdmin(ConsoleModelAdmin):
             offered=offered,
             refresh_seconds=None if row.current_state in CLOSED else _REFRESH_SECONDS,
             sections=[
-                *([runbook_facts(advice)] if advice is not None and advice.steps else []),
+                *(steps if row.state == S.STALLED else []),
                 Columns([evidence] if chart is None else [chart, evidence]),
                 Columns([users, plan]),
+                *([] if row.state == S.STALLED else steps),
                 *([retirements_table(row)] if row.credential.kind == KeyKind.PUBLIC else []),
                 *([awaited_table(awaited)] if len(awaited) > _MAX_AWAITED_IN_USERS else []),
                 approvals_table(row),

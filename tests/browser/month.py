@@ -316,7 +316,9 @@ def fill_month() -> None:
     begin_due(month.end)
     month.log.flush(is_final=True)
     write_day(month)
-    json.dump({name: story.path for name, story in stories.items()}, sys.stdout)
+    pages = {f"rotation-{name}": story.path for name, story in stories.items()}
+    credential = stories["overlap"].key.credential_id
+    json.dump(pages | {"credential-rotating": f"/admin/keyvault/credential/{credential}/"}, sys.stdout)
 
 
 def plan_rotations(month: Month) -> dict[str, Story]:

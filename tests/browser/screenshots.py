@@ -26,11 +26,6 @@ PHONE = ViewportSize(width=390, height=844)
 LOOKS = (("light", "light", DESK), ("dark", "dark", DESK), ("phone", "light", PHONE))
 """Folder, color scheme and size of each set of pictures."""
 
-README_PAGES = {
-    "overview": "overview.png",
-    "rotation-overlap": "rotation.png",
-    "credential-rotating": "credential.png",
-}
 README_SIZE = ViewportSize(width=1280, height=1000)
 
 OPERATORS = ("admin", "approver", "responder", "tam")
@@ -45,17 +40,17 @@ def main() -> int:
     memory = IN_MEMORY if IN_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="kv-screenshots-", dir=memory) as name:
         folder = Path(name)
-        rotations = _fill(folder / "data")
+        shown = _fill(folder / "data")
         with running_service(folder) as service:
-            pages = _find_pages(service, rotations)
-            _take_for_readme(service, pages)
+            _take_for_readme(service, shown)
+            pages = _find_pages(service, shown)
             for look, scheme, size in LOOKS:
                 _take(service, pages, SCREENSHOTS / look, scheme, size)
     return 0
 
 
 def _fill(data: Path) -> dict[str, str]:
-    """Fill the data folder, and return the pages of its rotations by name."""
+    """Fill the data folder, and return the pages that show its data, by name."""
     done = subprocess.run(
         [sys.executable, "manage.py", "shell", "--no-imports", "-c", FILL],
         cwd=ROOT,
@@ -68,17 +63,13 @@ def _fill(data: Path) -> dict[str, str]:
     return pages
 
 
-def _find_pages(service: Service, rotations: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Return the operator and the path of each picture, by its name."""
-    found: dict[str, tuple[str, str]] = {f"rotation-{name}": ("tam", path) for name, path in rotations.items()}
+def _find_pages(service: Service, shown: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Return the operator and the path of each picture, by its name. `shown`: the pages that `fill_month` names."""
+    found: dict[str, tuple[str, str]] = {name: ("tam", path) for name, path in shown.items()}
     for operator in OPERATORS:
         with service.page(operator) as page:
             for place, path in list_pages(page).items():
                 found.setdefault(_name(place), (operator, path))
-            if operator == OPERATORS[0]:
-                page.goto(rotations["overlap"])
-                credential = page.locator("main a[href*='/credential/crd_']").first.get_attribute("href")
-                found["credential-rotating"] = (operator, str(credential))
     return found
 
 
@@ -100,13 +91,13 @@ def _take(service: Service, pages: dict[str, tuple[str, str]], folder: Path, sch
                 page.set_viewport_size(size)
 
 
-def _take_for_readme(service: Service, pages: dict[str, tuple[str, str]]) -> None:
+def _take_for_readme(service: Service, shown: dict[str, str]) -> None:
     """Take the pictures that are committed: three quarters of the size, so that each has less than 150 KB."""
-    for name, picture in README_PAGES.items():
-        operator, path = pages[name]
-        with service.page(operator, color_scheme="light", viewport=README_SIZE, device_scale_factor=0.75) as page:
+    paths = {"overview": "/admin/", "rotation": shown["rotation-overlap"], "credential": shown["credential-rotating"]}
+    with service.page("admin", color_scheme="light", viewport=README_SIZE, device_scale_factor=0.75) as page:
+        for name, path in paths.items():
             _open(page, path)
-            page.screenshot(path=README_PICTURES / picture)
+            page.screenshot(path=README_PICTURES / f"{name}.png")
 
 
 def _of(pages: dict[str, tuple[str, str]], operator: str) -> Iterator[tuple[str, str]]:
