@@ -37,6 +37,9 @@ def traffic_card(
     step = choose_step(since, until, now)
     begin = floor(since, step)
     counts = count_uses([key.key_id for key, _, _ in lines], begin, until, step)
+    if until == now and any(any(each[:-1]) for each in counts.values()):
+        # The current step is not complete: its few uses would look like a fall.
+        counts = {key_id: each[:-1] for key_id, each in counts.items()}
     series = [Series(f"{label} …{key.key_id[-6:]}".strip(), counts[key.key_id], color) for key, label, color in lines]
     if not any(any(each.values) for each in series):
         return None
@@ -47,7 +50,9 @@ def traffic_card(
     if until == now:
         ticks = [*ticks[:-1], Tick(1, "now")]
     whole = max((count - 1) * step, step)
-    markers = [Marker((at - begin) / whole, label) for at, label in events if at is not None and begin <= at <= until]
+    markers = [
+        Marker(min((at - begin) / whole, 1), label) for at, label in events if at is not None and begin <= at <= until
+    ]
     title = f"Requests per {_name_step(step)} (UTC)"
     chart = LineChart(title, series, moments, ticks, markers)
     return Card(title, chart, chart.legend)

@@ -7,6 +7,8 @@ import pytest
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
+from keyvault.admin.framework.charts import LineChart
+from keyvault.admin.keys.traffic import day_card
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key, KeyUse, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
@@ -118,3 +120,22 @@ def test_credential_in_rotation_is_listed_with_the_uses_of_both_keys(desk: Desk)
     page = text_of(browser(desk.admin).get(address("keyvault_account_change", desk.sandbox.pk)))
     assert "requests of each hour in the last 24 hours: 3 in total" in page
     assert f'datetime="{at:%Y-%m-%dT%H:%M:%S}' in page
+
+
+def test_chart_leaves_out_the_step_that_is_not_complete(desk: Desk) -> None:
+    """Guarantee: a line does not fall at its end while a key is in use; a key's first uses are shown at once."""
+    key, _ = issue(desk.sandbox)
+    context = UseContext.objects.create(key=key, source="192.0.2.7", outcome=UseOutcome.ALLOWED)
+    at = now()
+    UseBucket.objects.create(context=context, minute=at, count=1, first_at=at, last_at=at)
+    assert _counts_of(key)[-1] == 1
+    before = at - timedelta(hours=2)
+    UseBucket.objects.create(context=context, minute=before, count=3, first_at=before, last_at=before)
+    assert sum(_counts_of(key)) == 3
+
+
+def _counts_of(key: Key) -> list[float]:
+    card = day_card([key])
+    assert card is not None
+    assert isinstance(card.body, LineChart)
+    return list(card.body.series[0].values)
