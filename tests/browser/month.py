@@ -148,7 +148,7 @@ class Month:
         self.clock = Clock(self.end - 450 * DAY)
         self._counted = self.end - 20 * DAY
         self.log = UsageLog(now=self.clock)
-        self.log.add_source(self._take)
+        self.log.add_source(lambda: list(self._count()))
 
     # --- who acts ------------------------------------------------------------------------------------------------
 
@@ -193,9 +193,6 @@ class Month:
             self.log.flush()
             for rotation_id in Rotation.objects.exclude(state__in=CLOSED).values_list("pk", flat=True):
                 advance_rotation(rotation_id, self.clock)
-
-    def _take(self) -> list[Uses]:
-        return list(self._count())
 
     def _count(self) -> Iterator[Uses]:
         """Yield the uses since the last report, every five minutes of the last day and every hour before."""
@@ -379,10 +376,8 @@ def list_others(month: Month) -> Iterator[Event]:
 
     def expose() -> None:
         key = month.keys["acme/integration-tests"]
-        month.streams.append(
-            Stream(key, "203.0.113.88", "Mozilla/5.0", "orders.create", lambda at: 0.05)
-            .of(UseOutcome.EXPOSED_IN_BROWSER, "https://shop.acme.example")
-        )  # fmt: skip
+        browser = Stream(key, "203.0.113.88", "Mozilla/5.0", "orders.create", lambda at: 0.05)
+        month.streams.append(browser.of(UseOutcome.EXPOSED_IN_BROWSER, "https://shop.acme.example"))
 
     def leak() -> None:
         keys = [month.keys[name].key_id for name in ("soylent/staging", "umbrella/simulator")]
