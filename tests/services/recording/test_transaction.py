@@ -57,7 +57,7 @@ from keyvault.models import (
     WebhookEndpoint,
 )
 from keyvault.models.keys import OriginHeader
-from keyvault.services import offboarding, operator_changes
+from keyvault.services import access_review, offboarding, operator_changes
 from keyvault.services.approvals import break_glass, inbox
 from keyvault.services.audit import export, rollback
 from keyvault.services.backups import restore
@@ -627,7 +627,12 @@ def _export(scene: Scene) -> Callable[[], object]:
     return lambda: export.begin_export(grant(scene.admin, P.AUDIT_READ), ["sandbox"], now(), EVERYWHERE)
 
 
+def _export_review(scene: Scene) -> Callable[[], object]:
+    return lambda: access_review.begin_review_export(grant(scene.admin, P.OPERATORS_READ), EVERYWHERE)
+
+
 ACTIONS: dict[str, Action] = {
+    "access_review.begin_review_export": Action(_export_review, ["access_review.exported"], []),
     "audit.export.begin_export": Action(_export, ["audit.exported"], []),
     "catalog.endpoints.add_endpoint": Action(
         lambda scene: lambda: endpoints.add_endpoint(grant(scene.admin, P.CATALOG_WRITE), DRAFT),
