@@ -29,6 +29,7 @@ from keyvault.admin.framework.widgets import (
     mono,
 )
 from keyvault.admin.keys.keys import format_usage, key_link
+from keyvault.admin.keys.traffic import day_uses
 from keyvault.admin.keys.usage import use_tables
 from keyvault.models import Account
 from keyvault.models.usage import SIGNS_OF_LIFE
@@ -152,6 +153,9 @@ class RetirementAdmin(ConsoleModelAdmin):
     def changes(self, row: Retirement) -> Iterable[Difference]:
         refused = f"refused from {row.retire_at:%Y-%m-%d %H:%M} UTC, then revoked"
         yield Difference("Old public key", format_usage(row.rotation.predecessor), refused)
+
+    def decision_facts(self, row: Retirement) -> Iterable[tuple[str, Any]]:
+        yield "Old key in the last 24 hours", day_uses(row.rotation.predecessor)
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if not may(request, P.ROTATIONS_APPROVE):

@@ -41,6 +41,7 @@ from keyvault.admin.framework.widgets import (
     moment,
 )
 from keyvault.admin.keys.keys import format_usage
+from keyvault.admin.keys.traffic import day_uses
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
@@ -271,6 +272,9 @@ class RotationAdmin(ConsoleModelAdmin):
         yield Difference("Old key", format_usage(row.predecessor), goes)
         yield Difference("Replacement", NOTHING, f"a {row.credential.kind} key of {row.credential.label}")
         yield from deviating_changes(row)
+
+    def decision_facts(self, row: Rotation) -> Iterable[tuple[str, Any]]:
+        yield "Old key in the last 24 hours", day_uses(row.predecessor)
 
     # --- attention items ----------------------------------------------------------------------------------
 
