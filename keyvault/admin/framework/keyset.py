@@ -37,8 +37,15 @@ class Keyset:
 
     def cursor_of(self, row: Model) -> str:
         """Return the cursor of a row; empty if the row no longer exists."""
-        found = self._with_keys().filter(pk=row.pk).values_list(*self._keys).first()
+        found = self._values_of(row)
         return "" if found is None else self._signer.sign_object([*map(_as_json, found)])
+
+    def _values_of(self, row: Model) -> Sequence[Any] | None:
+        """Return the sort keys of a row. Those that are not its own columns are read."""
+        names = [key.name for key in self._keys.values() if isinstance(key, F) and "__" not in key.name]
+        if len(names) < len(self._keys):
+            return self._with_keys().filter(pk=row.pk).values_list(*self._keys).first()
+        return [row.pk if name == "pk" else row._meta.get_field(name).value_from_object(row) for name in names]
 
     def _with_keys(self) -> QuerySet[Any]:
         annotated: QuerySet[Any] = self._rows.model._base_manager.annotate(**self._keys)
