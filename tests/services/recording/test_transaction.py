@@ -1132,6 +1132,23 @@ def test_recorded_blocks_on_two_accounts_write_to_both_chains(scene: Scene) -> N
     assert set(chains) == {("account:acme/sandbox", "test.first"), ("account:acme/production", "test.second")}
 
 
+def test_recorded_together_commits_all_or_none_and_each_entry_has_the_shared_details(scene: Scene) -> None:
+    """Guarantee: blocks that are recorded together commit or fail together, and the entry of each names why."""
+    first, second = issue(scene.sandbox)[0], issue(scene.production)[0]
+    before, ids = dump_tables(), last_ids()
+    with pytest.raises(OSError, match="too late"), recording.recorded_together(batch="one"):
+        lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), first)
+        raise OSError("too late")
+    assert changed_tables(before, dump_tables()) == set()
+    with recording.recorded_together(batch="two"):
+        for key, place in ((Key.objects.get(pk=first.pk), scene.sandbox), (second, scene.production)):
+            lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, place), key)
+    events, changes = written_since(ids)
+    assert (events, changes) == (["key.suspended"] * 2, [("key", first.key_id), ("key", second.key_id)])
+    entries = AuditEntry.objects.filter(event="key.suspended")
+    assert [json.loads(bytes(entry.body))["details"]["batch"] for entry in entries] == ["two", "two"]
+
+
 def test_recorded_on_an_account_without_its_chain_changes_nothing(scene: Scene) -> None:
     """A missing chain is damage; no new one is begun."""
     key, _ = issue(scene.sandbox)
