@@ -7,7 +7,7 @@ It needs neither the secret backend nor the broker. Workers destroy copies, disc
 later.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -208,8 +208,8 @@ def _unfinished(credential_id: str | OuterRef) -> QuerySet[Key]:
 # --- assets -------------------------------------------------------------------------------------------------
 
 
-def _accounts(merchant: Merchant) -> Iterable[Account]:
-    rows: Iterable[Account] = merchant.accounts.select_related("merchant").order_by("environment")
+def _accounts(merchant: Merchant) -> QuerySet[Account]:
+    rows: QuerySet[Account] = merchant.accounts.select_related("merchant").order_by("environment")
     return rows
 
 

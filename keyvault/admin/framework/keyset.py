@@ -42,10 +42,11 @@ class Keyset:
 
     def _values_of(self, row: Model) -> Sequence[Any] | None:
         """Return the sort keys of a row. Those that are not its own columns are read."""
-        names = [key.name for key in self._keys.values() if isinstance(key, F) and "__" not in key.name]
-        if len(names) < len(self._keys):
+        columns = [each for each in self._keys.values() if isinstance(each, F)]
+        names = [each.name for each in columns]  # type: ignore[attr-defined]  # the stubs lack it
+        if len(columns) < len(self._keys) or any("__" in name for name in names):
             return self._with_keys().filter(pk=row.pk).values_list(*self._keys).first()
-        return [row.pk if name == "pk" else row._meta.get_field(name).value_from_object(row) for name in names]
+        return [row.serializable_value(name) for name in names]
 
     def _with_keys(self) -> QuerySet[Any]:
         annotated: QuerySet[Any] = self._rows.model._base_manager.annotate(**self._keys)

@@ -113,20 +113,18 @@ def list_candidates(
     """
     places = _list_places(scope)
     due, waiting = [], []
-    dated: list[Any]
     for place in places:
         rows = ScheduledCredential.objects.filter(**place)
         dates = rows.filter(ask_at__isnull=False) if until is None else rows.filter(ask_at__lte=until)
         due.append(dates if after is None else dates.filter(TupleGreaterThan(Tuple(F("ask_at"), F("pk")), after)))
         if after is None:
             waiting.append(rows.filter(ask_at__isnull=True))
-    if len(places) == 1:
-        dated, undated = _read_first(due), [pk for _, pk in _read_first(waiting)]
-    else:
+    positions = _read_first([*due, *waiting]) if len(places) > 1 else [*_read_first(due), *_read_first(waiting)]
+    undated = [pk for ask_at, pk in positions if ask_at is None]
+    dated = [(ask_at, pk) for ask_at, pk in positions if ask_at is not None]
+    if len(places) > 1:
         # The database orders those of one time: it may compare ids in another way than Python does.
-        positions = _read_first([*due, *waiting])
-        undated = [pk for ask_at, pk in positions if ask_at is None]
-        dated = sorted(((ask_at, pk) for ask_at, pk in positions if ask_at is not None), key=lambda each: each[0])
+        dated.sort(key=lambda position: position[0])
         last_at = dated[MAX_LISTED][0] if len(dated) > MAX_LISTED else None
         first = [pk for ask_at, pk in dated if last_at is None or ask_at <= last_at]
         earliest = ScheduledCredential.objects.filter(pk__in=first, ask_at__isnull=False)
