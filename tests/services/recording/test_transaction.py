@@ -1137,8 +1137,7 @@ def test_recorded_together_commits_all_or_none_and_each_entry_has_the_shared_det
     first, second = issue(scene.sandbox)[0], issue(scene.production)[0]
     before, ids = dump_tables(), last_ids()
     with pytest.raises(OSError, match="too late"), recording.recorded_together(batch="one"):
-        lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), first)
-        raise OSError("too late")
+        _suspend_and_fail(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), "test.failed", first)
     assert changed_tables(before, dump_tables()) == set()
     with recording.recorded_together(batch="two"):
         for key, place in ((Key.objects.get(pk=first.pk), scene.sandbox), (second, scene.production)):
