@@ -230,7 +230,7 @@ def _approve_together(request: HttpRequest, reviewed: Sequence[ReviewedRow]) -> 
     try:
         with approved_together(_combine(reviewed)):
             for each in reviewed:
-                result = each.model_admin.approve(request, each.row, each.form.initial)
+                result = each.model_admin.approve(request, each.row, dict(each.form.initial))
                 messages.append(result.message)
     except KeyvaultError as error:
         _log.info("refused", extra={"code": error.code, "internal": error.internal, "path": request.path})
