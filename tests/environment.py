@@ -22,7 +22,7 @@ from .servers.throwaway import MissingServerError
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = "keyvault.project.settings"
 DATABASES = ("sqlite", "postgres")
-SERVERS = frozenset({"postgres", "redis", "rabbitmq", "nginx", "openbao", "prometheus", "chromium"})
+SERVERS = frozenset({"postgres", "redis", "rabbitmq", "nginx", "openbao", "prometheus", "chromium", "envoy", "traefik"})
 
 REQUIRE = "KEYVAULT_REQUIRE"
 DATABASE = "KEYVAULT_TEST_DATABASE"

@@ -9,12 +9,13 @@ from tests.architecture.checkout import ROOT
 LOCKS = ("requirements.txt", "tests/requirements.txt")
 APART = (
     "tests/bench/requirements.txt",
+    "tests/gateways/requirements.txt",
     "tests/tools/requirements.txt",
     "docs/requirements.txt",
     "clients/python/requirements.txt",
 )
-"""Locks of environments of their own: of the servers that the benchmark compares with, of `make audit`, of the site, of
-`make test-wheel`."""
+"""Locks of environments of their own: of the servers that the benchmark compares with, of `make gateways`, of
+`make audit`, of the site, of `make test-wheel`."""
 PIN = re.compile(r"(?P<name>[a-z0-9-]+)(?:\[[a-z0-9,-]+\])?==(?P<version>[^ ;\\]+)(?P<condition> ; [^\\]+)?")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 

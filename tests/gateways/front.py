@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.servers.gateways import gateway_server
 from tests.servers.nginx import nginx_server
 from tests.servers.throwaway import Place
 
@@ -143,3 +144,62 @@ def nginx_gateway(token: str, *, keyvault: int, upstream: int) -> Iterator[Gatew
 
     with nginx_server(http) as url:
         yield Gateway(url, folders[0])
+
+
+ENVOY = SAMPLE.parents[1] / "envoy" / "envoy.yaml"
+TRAEFIK = SAMPLE.parents[1] / "traefik" / "keyvault.yaml"
+TRAEFIK_STATIC = """\
+entryPoints:
+  websecure:
+    address: 127.0.0.1:{port}
+    http:
+      aliasHeadersStrategy: reject
+providers:
+  file:
+    filename: {file}
+"""
+
+
+def _replaced(text: str, *replacements: tuple[str, str]) -> str:
+    for shipped, ours in replacements:
+        assert text.count(shipped) == 1, shipped
+        text = text.replace(shipped, ours)
+    return text
+
+
+@contextmanager
+def envoy_gateway(token: str, *, keyvault: int, upstream: int) -> Iterator[Gateway]:
+    """Run the shipped sample with other addresses and the token."""
+
+    def arguments(place: Place) -> list[str]:
+        text = _replaced(
+            ENVOY.read_text(),
+            ("address: 0.0.0.0, port_value: 8080", f"address: 127.0.0.1, port_value: {place.port}"),
+            ("address: 127.0.0.1, port_value: 8000", f"address: 127.0.0.1, port_value: {keyvault}"),
+            ("uri: http://127.0.0.1:8000", f"uri: http://127.0.0.1:{keyvault}"),
+            ("address: 127.0.0.1, port_value: 9000", f"address: 127.0.0.1, port_value: {upstream}"),
+            ("kv_svc_REPLACE_ME", token),
+        )
+        return ["-c", str(place.write("envoy.yaml", text)), "--use-dynamic-base-id", "--concurrency", "1"]
+
+    with gateway_server("envoy", arguments) as url:
+        yield Gateway(url)
+
+
+@contextmanager
+def traefik_gateway(token: str, *, keyvault: int, upstream: int) -> Iterator[Gateway]:
+    """Run the shipped sample with other addresses, without TLS, and with the token in place of its variable."""
+
+    def arguments(place: Place) -> list[str]:
+        text = _replaced(
+            TRAEFIK.read_text(),
+            ("      tls: {}\n", ""),
+            ("http://127.0.0.1:8000/", f"http://127.0.0.1:{keyvault}/"),
+            ("url: http://127.0.0.1:9000", f"url: http://127.0.0.1:{upstream}"),
+            ('{{ env "KEYVAULT_SERVICE_TOKEN" }}', token),
+        )
+        static = TRAEFIK_STATIC.format(port=place.port, file=place.write("keyvault.yaml", text))
+        return [f"--configFile={place.write('traefik.yaml', static)}"]
+
+    with gateway_server("traefik", arguments) as url:
+        yield Gateway(url)
