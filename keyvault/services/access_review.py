@@ -9,12 +9,15 @@ from typing import Any
 
 from django.db.models import QuerySet
 
+from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.roles import ROLE_PERMISSIONS, Role
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Operator
 from keyvault.services.operators.operators import list_operators
 from keyvault.services.operators.role_use import is_unused
+from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.second_factors import list_with_second_factor
 
 _BATCH = 500
@@ -88,6 +91,13 @@ class AccessLine:
     role_last_used_at: str | None
     role_unused: str
     permissions: str
+
+
+def begin_review_export(grant: Grant, within: AccessScope) -> Iterator[dict[str, Any]]:
+    """Record that the operator exports the access review, and return its lines. `within`: the operator's scope."""
+    with recorded(grant, Permission.OPERATORS_READ, "access_review.exported", account=within):
+        pass
+    return export_lines(grant.at)
 
 
 def export_lines(now: datetime) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ It needs neither the secret backend nor the broker. Workers destroy copies, disc
 later.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -37,6 +37,7 @@ from keyvault.models import (
     ServiceToken,
     WebhookEndpoint,
 )
+from keyvault.models.row_count import RowCount
 from keyvault.services.issuance.requests import end_issuance
 from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.merchants.merchants import scope_of_merchant
@@ -137,17 +138,21 @@ def offboard_merchant(grant: Grant, merchant: Merchant, why: str) -> Offboarding
 
 
 def count_assets(merchant: Merchant, now: datetime) -> MerchantAssets:
-    """Count what offboarding would end, or has left."""
+    """Count what offboarding would end, or has left. Two queries."""
+    account = OuterRef("pk")
+    assets = {
+        "keys": _keys(account),
+        "customer_tokens": _customer_tokens(account, now),
+        "issuance_requests": _requests(account),
+        "webhook_endpoints": _endpoints(account),
+        "connections": list_connections(account),
+    }
+    counts = {name: RowCount(rows.order_by().values("pk")) for name, rows in assets.items()}
+    counted = _accounts(merchant).annotate(**{f"count_of_{name}": count for name, count in counts.items()})
     return MerchantAssets(
         {
-            Environment(account.environment): AccountAssets(
-                keys=_keys(account).count(),
-                customer_tokens=_customer_tokens(account, now).count(),
-                issuance_requests=_requests(account).count(),
-                webhook_endpoints=_endpoints(account).count(),
-                connections=list_connections(account).count(),
-            )
-            for account in _accounts(merchant)
+            Environment(each.environment): AccountAssets(**{name: getattr(each, f"count_of_{name}") for name in assets})
+            for each in counted
         },
         service_tokens=_service_tokens(merchant, now).count(),
     )
@@ -203,12 +208,12 @@ def _unfinished(credential_id: str | OuterRef) -> QuerySet[Key]:
 # --- assets -------------------------------------------------------------------------------------------------
 
 
-def _accounts(merchant: Merchant) -> Iterable[Account]:
-    rows: Iterable[Account] = merchant.accounts.select_related("merchant").order_by("environment")
+def _accounts(merchant: Merchant) -> QuerySet[Account]:
+    rows: QuerySet[Account] = merchant.accounts.select_related("merchant").order_by("environment")
     return rows
 
 
-def _keys(account: Account) -> QuerySet[Key]:
+def _keys(account: Account | OuterRef) -> QuerySet[Key]:
     """Select active and suspended keys.
 
     A staged key was never handed out, cannot become active, and ends with its request or rotation.
@@ -217,16 +222,16 @@ def _keys(account: Account) -> QuerySet[Key]:
     return living.select_related("credential__account__merchant").filter(credential__account=account)
 
 
-def _customer_tokens(account: Account, now: datetime) -> QuerySet[CustomerToken]:
+def _customer_tokens(account: Account | OuterRef, now: datetime) -> QuerySet[CustomerToken]:
     return CustomerToken.objects.filter(account=account, revoked_at__isnull=True, expires_at__gt=now)
 
 
-def _requests(account: Account) -> QuerySet[IssuanceRequest]:
+def _requests(account: Account | OuterRef) -> QuerySet[IssuanceRequest]:
     undecided = IssuanceRequest.objects.filter(state__in=[IssuanceState.PENDING, IssuanceState.APPROVED])
     return undecided.select_related("account__merchant").filter(account=account)
 
 
-def _endpoints(account: Account) -> QuerySet[WebhookEndpoint]:
+def _endpoints(account: Account | OuterRef) -> QuerySet[WebhookEndpoint]:
     return WebhookEndpoint.objects.filter(account=account, disabled_at__isnull=True)
 
 

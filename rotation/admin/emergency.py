@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
+from django.db.models import Exists
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -26,9 +27,10 @@ from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.keys import DEAD_STATES, KeyState, can_transition
 from keyvault.models import Credential, Key, MerchantStatus
 from keyvault.services.keys.lifecycle import usable_keys
+from rotation.domain.states import CLOSED
+from rotation.models import Rotation
 from rotation.services.rotations.emergency import (
     CompromiseResponse,
-    find_open_rotation,
     respond_to_compromise,
     respond_to_leak,
 )
@@ -117,10 +119,13 @@ def _reissue(grant: Grant, credential: Credential, cleaned: Cleaned) -> ActionRe
 
 def _can_be_reissued(credential: Credential) -> bool:
     """Whether the credential had a key, has no usable key and no open rotation."""
-    if credential.account.merchant.status == MerchantStatus.OFFBOARDED or find_open_rotation(credential) is not None:
+    if credential.account.merchant.status == MerchantStatus.OFFBOARDED:
         return False
-    has_had_key = credential.keys.exclude(state=KeyState.PRE_ACTIVATION).exists()
-    return has_had_key and not usable_keys(credential.credential_id, datetime.now(UTC)).exists()
+    has_had_key = Exists(credential.keys.exclude(state=KeyState.PRE_ACTIVATION))
+    has_usable_key = Exists(usable_keys(credential.credential_id, datetime.now(UTC)))
+    has_open_rotation = Exists(Rotation.objects.filter(credential=credential).exclude(state__in=CLOSED))
+    rows = Credential.objects.filter(has_had_key, ~has_usable_key, ~has_open_rotation, pk=credential.pk)
+    return bool(rows.exists())
 
 
 def _has_living_key(credential: Credential) -> bool:

@@ -29,10 +29,11 @@ from keyvault.admin.framework.widgets import (
     mono,
 )
 from keyvault.admin.keys.keys import format_usage, key_link
+from keyvault.admin.keys.traffic import day_uses
 from keyvault.admin.keys.usage import use_tables
 from keyvault.models import Account
 from keyvault.models.usage import SIGNS_OF_LIFE
-from keyvault.services.usage.reports import has_more_users, list_versions
+from keyvault.services.usage.reports import has_more_users, read_users, versions_of
 from rotation.domain.states import CLOSED
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.interventions import approve_retirement
@@ -153,6 +154,9 @@ class RetirementAdmin(ConsoleModelAdmin):
         refused = f"refused from {row.retire_at:%Y-%m-%d %H:%M} UTC, then revoked"
         yield Difference("Old public key", format_usage(row.rotation.predecessor), refused)
 
+    def decision_facts(self, row: Retirement) -> Iterable[tuple[str, Any]]:
+        yield "Old key in the last 24 hours", day_uses(row.rotation.predecessor)
+
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if not may(request, P.ROTATIONS_APPROVE):
             return
@@ -172,7 +176,7 @@ class RetirementAdmin(ConsoleModelAdmin):
 
 def _versions(rotation: Rotation) -> SafeString | str:
     """Return the latest versions, with a note when there are more."""
-    versions = list_versions(rotation.predecessor_id, limit=_MAX_VERSIONS + 1)
+    versions = versions_of(read_users(rotation.predecessor_id, SIGNS_OF_LIFE), limit=_MAX_VERSIONS + 1)
     lines = [
         f"{use.origin or 'no origin'} · {use.user_agent or 'no user agent'}: last on {use.last_at:%Y-%m-%d}, "
         f"uses seen: {use.count}"

@@ -1,6 +1,6 @@
 """Rotations in the console: requested, approved by a second person, monitored, controlled, collected once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,6 +27,7 @@ from keyvault.admin.framework.four_eyes import (
     requester_column,
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.row_search import find_values
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
@@ -41,6 +42,7 @@ from keyvault.admin.framework.widgets import (
     moment,
 )
 from keyvault.admin.keys.keys import format_usage
+from keyvault.admin.keys.traffic import day_uses
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
@@ -85,25 +87,26 @@ _MAX_LISTED = 1_000
 _UNREVIEWED = BreakGlass.objects.filter(event="rotation.bypassed", reviewed_at__isnull=True)
 
 
-def _is_blocked() -> Q:
-    """Select rotations that are blocked but not stalled.
-
-    Either the last attempt of a step failed, or the merchant's endpoint does not accept the notification.
-    """
+def _blocking() -> list[tuple[QuerySet[Any], str]]:
+    """Select failed steps, and rotations whose notification the merchant's endpoint does not accept."""
     failed = WorkLease.objects.filter(subject__startswith=subject_of("")).exclude(last_error="")
-    subjects = failed.order_by("subject").values_list("subject", flat=True)[:_MAX_LISTED]
-    undelivered = Rotation.objects.filter(state=S.PUBLISHING, delivered_at__isnull=False).order_by("created_at")
-    ids = [
-        *(subject.removeprefix(subject_of("")) for subject in subjects),
-        *undelivered.values_list("pk", flat=True)[:_MAX_LISTED],
-    ]
+    undelivered = Rotation.objects.filter(state=S.PUBLISHING, delivered_at__isnull=False)
+    return [(failed.order_by("subject"), "subject"), (undelivered.order_by("created_at"), "pk")]
+
+
+def _is_blocked(subjects: Sequence[str], undelivered: Sequence[str]) -> Q:
+    """Select rotations that are blocked but not stalled. `subjects`, `undelivered`: of `_blocking`."""
+    ids = [*(subject.removeprefix(subject_of("")) for subject in subjects), *undelivered]
     return Q(pk__in=ids) & ~Q(state__in=[S.STALLED, *CLOSED])
 
 
-def _is_unreviewed() -> Q:
-    """Select rotations that bypassed approval, the longest unreviewed ones."""
-    subjects = _UNREVIEWED.order_by("created_at").values_list("subject", flat=True)
-    return Q(pk__in=list(subjects[:_MAX_LISTED]))
+def _unreviewed() -> tuple[QuerySet[Any], str]:
+    """Select the bypasses that are unreviewed for the longest time."""
+    return _UNREVIEWED.order_by("created_at"), "subject"
+
+
+def _find(*selections: tuple[QuerySet[Any], str]) -> list[list[str]]:
+    return find_values(selections, _MAX_LISTED)
 
 
 _TO_COLLECT = (
@@ -119,7 +122,7 @@ _TO_CONFIRM = f"?state__exact={S.AWAITING_PROOF}"
 
 
 BYPASS_FILTER = state_filter(
-    lambda: {"open": _is_unreviewed(), "all": Q(bypassed_at__isnull=False)},
+    lambda: {"open": Q(pk__in=_find(_unreviewed())[0]), "all": Q(bypassed_at__isnull=False)},
     name="bypass",
     title="bypass",
     labels={"open": "not reviewed yet", "all": "every bypass"},
@@ -135,7 +138,7 @@ COLLECTION_FILTER = state_filter(
 
 
 BLOCKED_FILTER = state_filter(
-    lambda: {"up": _is_blocked()},
+    lambda: {"up": _is_blocked(*_find(*_blocking()))},
     name="held",
     title="blocked",
     labels={"up": "by a failing step or an endpoint"},
@@ -274,6 +277,9 @@ class RotationAdmin(ConsoleModelAdmin):
         yield Difference("Replacement", NOTHING, f"a {row.credential.kind} key of {row.credential.label}")
         yield from deviating_changes(row)
 
+    def decision_facts(self, row: Rotation) -> Iterable[tuple[str, Any]]:
+        yield "Old key in the last 24 hours", day_uses(row.predecessor)
+
     # --- attention items ----------------------------------------------------------------------------------
 
     def _undecided(self, request: HttpRequest) -> QuerySet[Any]:
@@ -299,6 +305,8 @@ class RotationAdmin(ConsoleModelAdmin):
     def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         """Return stalled and urgent rotations first."""
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
+        to_confirm = _to_confirm(rows) if may(request, P.ROTATIONS_WRITE) else []
+        failed, undelivered, unreviewed, *confirmable = _find(*_blocking(), _unreviewed(), *to_confirm)
         yield self.attention(
             "Stalled rotations",
             rows.filter(state=S.STALLED),
@@ -312,7 +320,7 @@ class RotationAdmin(ConsoleModelAdmin):
         if may(request, P.ROTATIONS_WRITE):
             own = self._asked(request).filter(requester_person=me)
             yield self.attention("Your rotations awaiting approval", own, _ASKED)
-            unconfirmed = rows.filter(pk__in=_first_to_confirm(rows))
+            unconfirmed = rows.filter(pk__in=[pk for ids in confirmable for pk in ids])
             yield self.attention("Rotations awaiting an operator's confirmation", unconfirmed, _TO_CONFIRM, "action")
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(_TO_COLLECT, requester_person=me)
@@ -328,9 +336,9 @@ class RotationAdmin(ConsoleModelAdmin):
                 select=lambda rows: list_collectable(rows, me),
                 button="Collect",
             )
-        blocked = rows.filter(_is_blocked())
+        blocked = rows.filter(_is_blocked(failed, undelivered))
         yield self.attention("Rotations blocked by a failing step or an endpoint", blocked, "?held=up", "alarm")
-        bypassed = rows.filter(_is_unreviewed())
+        bypassed = rows.filter(pk__in=unreviewed)
         yield self.attention("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
@@ -366,8 +374,9 @@ class RotationAdmin(ConsoleModelAdmin):
             empty="No rotations yet. Request one to replace the key.",
         )
         is_open = any(S(item.state) not in CLOSED for item in rotations)
-        is_usable = credential.keys.filter(state=KeyState.ACTIVE).count() == 1
-        if is_open or not is_usable or not may(request, P.ROTATIONS_WRITE, credential.account):
+        if is_open or not may(request, P.ROTATIONS_WRITE, credential.account):
+            return Extras(sections=[table])
+        if credential.keys.filter(state=KeyState.ACTIVE).count() != 1:
             return Extras(sections=[table])
         url = reverse("admin:rotation_rotation_request")
         return Extras(links=[Link("Rotate", f"{url}?credential={credential.pk}")], sections=[table])
@@ -381,10 +390,9 @@ def _advise(row: Rotation, waiting_for: str, *, is_failing: bool) -> Advice | No
     return fit_advice(entry, Case(Delivery(row.credential.delivery), KeyKind(row.credential.kind), has_old_key(row)))
 
 
-def _first_to_confirm(rows: QuerySet[Any]) -> list[str]:
-    """Return the ids of the first rotations of each environment that only an operator can confirm.
+def _to_confirm(rows: QuerySet[Any]) -> list[tuple[QuerySet[Any], str]]:
+    """Select the rotations of each environment that only an operator can confirm.
 
     One walk through the index for each environment; together they would sort all that wait.
     """
-    waiting = (rows.filter(AWAITS_CONFIRMATION, account_environment=environment) for environment in Environment)
-    return [pk for each in waiting for pk in each.values_list("pk", flat=True)[:_MAX_LISTED]]
+    return [(rows.filter(AWAITS_CONFIRMATION, account_environment=environment), "pk") for environment in Environment]

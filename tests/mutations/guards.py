@@ -56,6 +56,7 @@ _STARTUP = "keyvault/services/startup/startup_checks.py"
 _APPROVING_PERSONS = "keyvault/services/operators/approving_persons.py"
 
 _BREAK_GLASS_TESTS = "tests/services/approvals/test_break_glass.py"
+_TOGETHER_TESTS = "tests/admin/oversight/test_approvals.py"
 _ENGINE_TESTS = "tests/rotation/services/rotations/test_engine.py"
 _TRIPWIRE_TESTS = "tests/rotation/services/rotations/test_tripwire.py"
 _RUNNER_TESTS = "tests/rotation/services/campaigns/test_runner.py"
@@ -506,6 +507,22 @@ GUARDS = (
         "isinstance(principal, OperatorPrincipal)",
         "A requester gets no grant to approve their own request.",
         f"{_ISSUANCE_TESTS}::test_issuance_requester_gets_no_grant_to_approve",
+    ),
+    Guard(
+        "approved-together-as-shown",
+        "keyvault/admin/oversight/approvals.py",
+        "if each.fault or not _is_as_shown(request, each)]",
+        "if each.fault]",
+        "A request that was changed since the page was shown is approved with no other.",
+        f"{_TOGETHER_TESTS}::test_approvals_together_approve_nothing_if_one_was_changed",
+    ),
+    Guard(
+        "approved-together-under-one-digest",
+        "keyvault/admin/oversight/approvals.py",
+        "if request.POST.get(_COMBINED) != _combine(reviewed):",
+        "if False:",
+        "An approval of several requests names the digest over all that the page showed.",
+        f"{_TOGETHER_TESTS}::test_approvals_together_need_the_combined_digest",
     ),
     Guard(
         "operator-within-its-scope",

@@ -4,7 +4,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import Prefetch, QuerySet, prefetch_related_objects
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
@@ -13,7 +13,9 @@ from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.actions import ActionForm, Cleaned, ScopedField
 from keyvault.admin.framework.choices import ComboboxInput
 from keyvault.admin.framework.columns import badge_column
+from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import Link, link
 from keyvault.domain.environments import Environment
 from keyvault.models import Account, Merchant
@@ -85,6 +87,13 @@ def account_link(account: Account) -> SafeString:
 def account_crumbs(account: Account) -> list[Link]:
     """Return the breadcrumb of the account, for the pages of its rows."""
     return [Link(str(account), reverse("admin:keyvault_account_change", args=[account.pk]))]
+
+
+def accounts_in_scope(request: HttpRequest, merchant: Merchant) -> list[Account]:
+    """Return the merchant's accounts in the operator's scope, by environment. They are read once for a page."""
+    seen = Account.objects.filter(in_scope(operator_of(request).scope, "pk")).select_related("merchant")
+    prefetch_related_objects([merchant], Prefetch("accounts", seen.order_by("environment")))
+    return list(merchant.accounts.all())
 
 
 class AccountRowAdmin(ConsoleModelAdmin):

@@ -37,8 +37,16 @@ class Keyset:
 
     def cursor_of(self, row: Model) -> str:
         """Return the cursor of a row; empty if the row no longer exists."""
-        found = self._with_keys().filter(pk=row.pk).values_list(*self._keys).first()
+        found = self._values_of(row)
         return "" if found is None else self._signer.sign_object([*map(_as_json, found)])
+
+    def _values_of(self, row: Model) -> Sequence[Any] | None:
+        """Return the sort keys of a row. Those that are not its own columns are read."""
+        columns = [each for each in self._keys.values() if isinstance(each, F)]
+        names = [each.name for each in columns]  # type: ignore[attr-defined]  # the stubs lack it
+        if len(columns) < len(self._keys) or any("__" in name for name in names):
+            return self._with_keys().filter(pk=row.pk).values_list(*self._keys).first()
+        return [row.serializable_value(name) for name in names]
 
     def _with_keys(self) -> QuerySet[Any]:
         annotated: QuerySet[Any] = self._rows.model._base_manager.annotate(**self._keys)

@@ -5,7 +5,8 @@ Django's history, bulk actions and edit forms have no route.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from keyvault.admin.framework.actions import (
 from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.components import Stepper
 from keyvault.admin.framework.enforcement import Guarded, View, grant_for, may, operator_of
-from keyvault.admin.framework.four_eyes import changes_table
+from keyvault.admin.framework.four_eyes import changes_table, requester_name
 from keyvault.admin.framework.keyset import Keyset
 from keyvault.admin.framework.menu import Tab
 from keyvault.admin.framework.pages import form_page, live_page, secret_page
@@ -44,7 +45,7 @@ from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.shown_environment import environment_of, shown_scope
 from keyvault.admin.framework.sign_in import second_factor_url
 from keyvault.admin.framework.step_up import answer_locked, is_step_up_due, refuse_step_up, step_up_context
-from keyvault.admin.framework.widgets import Detail, Difference, Extras, FactTable, Line, Link, Table
+from keyvault.admin.framework.widgets import Detail, Difference, Extras, FactTable, Line, Link, Table, moment
 from keyvault.domain.errors import (
     KeyvaultError,
     NotFoundError,
@@ -62,6 +63,9 @@ else:
 
 _GET = ("GET", "HEAD")
 _GET_AND_POST = (*_GET, "POST")
+
+_DECISIONS = ("approve", "reject")
+"""Actions whose forms are on the page of the row, for an operator who may approve it."""
 
 _MAX_COUNTED = 10_000
 """Maximum rows that are counted, and that are sorted for an operator whose scope names merchants."""
@@ -246,6 +250,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return what the approval of the row would change, without queries of its own."""
         return ()
 
+    def decision_facts(self, row: Any) -> Iterable[tuple[str, Any]]:
+        """Return what the operator who decides on the row sees beside its changes; queries are allowed."""
+        return ()
+
     def line_of(self, row: Any) -> Line:
         """Return the line of a row on the front page."""
         return Line(self.url_of(row), self.name_of(row), "")
@@ -333,8 +341,13 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def _detail_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.find_row(request, object_id)
         detail = self.detail(request, row)
-        in_banner = {button.url for button in detail.banner.buttons} if detail.banner else set()
         offered = self.offered_actions(request, row) if detail.offered is None else detail.offered
+        decisions = self._decision_forms(request, row, offered)
+        listed = {each["form_url"] for each in decisions}
+        if detail.banner is not None:
+            buttons = [button for button in detail.banner.buttons if button.url not in listed]
+            detail = replace(detail, banner=replace(detail.banner, buttons=buttons))
+            listed |= {button.url for button in buttons}
         others = [other for other in self.admin_site._registry.values() if isinstance(other, ConsoleModelAdmin)]
         extras = [extra for other in others if (extra := other.extras_for(request, row)) is not None]
         context = {
@@ -342,8 +355,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "detail": detail,
             "stepper": Stepper(detail.steps) if detail.steps else None,
             "page_environment": self._environment_of(row),
+            "changes": self._changes(row),
+            "decisions": decisions,
+            "decision_facts": self._decision_facts(row) if decisions else None,
             "sections": [
-                *self._changes(row),
                 *detail.sections,
                 *(section for extra in extras for section in extra.sections),
             ],
@@ -354,11 +369,13 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "actions": [
                 {"action": action, "url": self.url_of(row, action.name)}
                 for action in offered
-                if self.url_of(row, action.name) not in in_banner
+                if self.url_of(row, action.name) not in listed
             ],
             "crumbs": [*self._crumbs(), *detail.crumbs],
         }
-        return live_page(self.admin_site, request, "detail", context, seconds=detail.refresh_seconds)
+        # A page with a form is not live: without scripts it would reload while the operator types.
+        seconds = None if decisions else detail.refresh_seconds
+        return live_page(self.admin_site, request, "detail", context, seconds=seconds)
 
     def _secret_view(self, view: SecretView, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.find_row(request, object_id)
@@ -516,6 +533,35 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             return []
         return [changes_table(listed)] if (listed := list(self.changes(row))) else []
 
+    def _decision_forms(self, request: HttpRequest, row: Any, offered: Sequence[RowAction]) -> list[dict[str, Any]]:
+        """Return the forms that approve and reject the row, if the operator may approve it. They post to their routes.
+
+        `offered`: the actions that the operator may run.
+        """
+        if not any(action.name == "approve" for action in offered):
+            return []
+        return [
+            {
+                **self._form_context(action, row),
+                "form_url": self.url_of(row, action.name),
+                "form": _form(request, action, initial=action.form.initial_for(row)),
+                "step_up": step_up_context(request) if action.step_up else None,
+            }
+            for action in offered
+            if action.name in _DECISIONS
+        ]
+
+    def _decision_facts(self, row: Any) -> FactTable:
+        is_requested = self.requester_person_of(row) is not None
+        return FactTable(
+            "Decide",
+            [
+                *([("Requested by", requester_name(row))] if is_requested else []),
+                ("Requested", moment(row.created_at)),
+                *self.decision_facts(row),
+            ],
+        )
+
     def _environment_of(self, row: Any) -> str:
         """Return the environment of the row's account; empty: it has none."""
         account = self.account_of(row)
@@ -597,18 +643,23 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def _action_context(self, action: RowAction, row: Any) -> dict[str, Any]:
         back = Link(self.name_of(row), self.url_of(row))
-        warning = action.warn(row)
         return {
+            **self._form_context(action, row),
             "title": f"{action.label}: {self.name_of(row)}",
             "changes": self._changes(row) if action.name == "approve" else [],
             "summary": self.summary(row),
+            "crumbs": [*self._crumbs(), back],
+            "back": back,
+            "page_environment": self._environment_of(row),
+        }
+
+    def _form_context(self, action: RowAction, row: Any) -> dict[str, Any]:
+        warning = action.warn(row)
+        return {
             "explain": format_text(action.explain, row),
             "warning": warning,
             "button": action.label,
             "tone": Tone.DANGER if warning else action.tone,
-            "crumbs": [*self._crumbs(), back],
-            "back": back,
-            "page_environment": self._environment_of(row),
         }
 
     def _create_context(self, action: CreateAction) -> dict[str, Any]:

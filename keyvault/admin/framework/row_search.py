@@ -9,17 +9,22 @@ from django.db.models.functions import Cast
 
 def find_ids(selections: Sequence[QuerySet[Any]], most: int) -> list[list[str]]:
     """Return the ids, as texts, of the first rows of each selection, by one query."""
+    return find_values([(rows, "pk") for rows in selections], most)
+
+
+def find_values(selections: Sequence[tuple[QuerySet[Any], str]], most: int) -> list[list[str]]:
+    """Return a column, as texts, of the first rows of each selection, by one query."""
     found: list[list[str]] = [[] for _ in selections]
-    parts = [_ids(rows, number, most) for number, rows in enumerate(selections)]
+    parts = [_values(rows, column, number, most) for number, (rows, column) in enumerate(selections)]
     if parts:
-        for number, pk in parts[0].union(*parts[1:], all=True):
-            found[number].append(pk)
+        for number, value in parts[0].union(*parts[1:], all=True):
+            found[number].append(value)
     return found
 
 
-def _ids(rows: QuerySet[Any], number: int, most: int) -> QuerySet[Any]:
+def _values(rows: QuerySet[Any], column: str, number: int, most: int) -> QuerySet[Any]:
     # The limit is in a subquery: SQLite allows none in a part of a union.
     selected = rows.model._base_manager.filter(pk__in=rows.values("pk")[:most]).order_by()
-    values = {"number": Value(number, IntegerField()), "row_id": Cast("pk", TextField())}
-    found: QuerySet[Any] = selected.annotate(**values).values_list("number", "row_id")
+    values = {"number": Value(number, IntegerField()), "text": Cast(column, TextField())}
+    found: QuerySet[Any] = selected.annotate(**values).values_list("number", "text")
     return found

@@ -5,7 +5,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model, Prefetch, QuerySet
+from django.db.models import Model, Prefetch, QuerySet, prefetch_related_objects
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html, format_html_join
@@ -13,15 +13,13 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.accounts import account_crumbs, account_link
+from keyvault.admin.framework.accounts import account_crumbs, account_link, accounts_in_scope
 from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, VersionedForm
 from keyvault.admin.framework.activity import activity_cards
 from keyvault.admin.framework.charts import Sparkline
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.components import Columns, Stack
-from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
@@ -111,7 +109,10 @@ class CredentialAdmin(ConsoleModelAdmin):
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return super().get_queryset(request).select_related("account__merchant").prefetch_related("keys")
+        return super().get_queryset(request).select_related("account__merchant")
+
+    def rows_shown(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
+        return super().rows_shown(request, rows).prefetch_related("keys")
 
     @admin.display(description="keys")
     def key_states(self, credential: Credential) -> SafeString | str:
@@ -153,17 +154,26 @@ class CredentialAdmin(ConsoleModelAdmin):
         if not isinstance(row, Account | Merchant) or not self.has_view_permission(request):
             return None
         if isinstance(row, Account):
-            return Extras(sections=[_credentials_table(row, "Credentials")])
-        accounts = row.accounts.filter(in_scope(operator_of(request).scope, "pk")).order_by("environment")
-        return Extras(sections=[_credentials_table(each, f"Credentials in {each.environment}") for each in accounts])
+            return Extras(sections=_credentials_tables({"Credentials": row}))
+        accounts = {f"Credentials in {each.environment}": each for each in accounts_in_scope(request, row)}
+        return Extras(sections=_credentials_tables(accounts))
 
 
-def _credentials_table(account: Account, title: str) -> Table:
-    """Return the newest credentials of an account with the age, expiry and uses of their newest usable keys."""
-    rows = Credential.objects.filter(account=account).prefetch_related(
-        Prefetch("keys", Key.objects.select_related("use").exclude(state__in=DEAD_STATES).order_by("-created_at"))
-    )
-    found = list(rows.order_by("-created_at")[: MAX_CREDENTIALS + 1])
+def _credentials_tables(accounts: Mapping[str, Account]) -> list[Table]:
+    """Return the newest credentials of each account with the age, expiry and uses of their newest usable keys.
+
+    `accounts`: by the title of the table.
+    """
+    found = {
+        title: list(Credential.objects.filter(account=account).order_by("-created_at")[: MAX_CREDENTIALS + 1])
+        for title, account in accounts.items()
+    }
+    living = Key.objects.select_related("use").exclude(state__in=DEAD_STATES).order_by("-created_at")
+    prefetch_related_objects([row for rows in found.values() for row in rows], Prefetch("keys", living))
+    return [_credentials_table(title, rows) for title, rows in found.items()]
+
+
+def _credentials_table(title: str, found: Sequence[Credential]) -> Table:
     newest = {row.pk: next(iter(row.keys.all()), None) for row in found[:MAX_CREDENTIALS]}
     lines = sparklines_of({row.pk: [key.key_id for key in row.keys.all()] for row in found[:MAX_CREDENTIALS]})
     return Table(

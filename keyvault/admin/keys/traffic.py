@@ -3,9 +3,12 @@
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
 from keyvault.admin.framework.charts import LineChart, Marker, Series, Sparkline, Tick, default_ticks
 from keyvault.admin.framework.components import Card
-from keyvault.admin.framework.widgets import duration
+from keyvault.admin.framework.widgets import counted, duration
 from keyvault.models import Key
 from keyvault.services.usage.series import choose_step, count_uses, floor
 
@@ -68,6 +71,12 @@ def sparklines_of(keys: Mapping[str, Collection[str]]) -> dict[str, Sparkline]:
         for each, ids in keys.items()
     }
     return {each: Sparkline(values, label.format(sum(values))) for each, values in sums.items()}
+
+
+def day_uses(key: Key) -> SafeString:
+    """Return the uses of a key in the last 24 hours: their number, and a line of each hour."""
+    line = sparklines_of([key.key_id])[key.key_id]
+    return format_html("{} {}", counted(int(sum(line.values)), "request"), line)
 
 
 def _name_step(step: timedelta) -> str:

@@ -1,6 +1,6 @@
 """Use of a key in the console, as evidence for rotation and revocation."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from keyvault.admin.framework.widgets import NOTHING, Table, badge, moment, mono
@@ -8,12 +8,13 @@ from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
 from keyvault.services.usage.reports import (
     MAX_READ,
-    TRACES,
+    KeyUser,
     describe_use,
-    find_users,
+    first_of_each_outcome,
     has_more_users,
-    list_networks,
-    list_versions,
+    networks_of,
+    read_users,
+    versions_of,
 )
 
 T = TypeVar("T")
@@ -38,12 +39,10 @@ def use_facts(key: Key) -> Iterable[tuple[str, Any]]:
 
 def use_tables(key: Key) -> Iterable[Table]:
     """Yield the tables of users and networks; for a public key, shops and app versions come first."""
-    has_more = has_more_users(key.key_id)
+    has_more, found = has_more_users(key.key_id), read_users(key.key_id)
     if key.credential.kind == KeyKind.PUBLIC:
-        yield from _versions(key, has_more)
-    found = find_users(key.key_id, limit=_MAX_ROWS + 1)
-    latest = {outcome: [user for user in found if user.outcome is outcome][:_MAX_ROWS] for outcome in TRACES}
-    users = [user for user in found if user in latest[user.outcome]]
+        yield from _versions(found, has_more)
+    users = first_of_each_outcome(found, _MAX_ROWS)
     is_cut = len(users) < len(found)
     title = _title(f"Users: latest {_MAX_ROWS} of each outcome" if is_cut else "Users", has_more)
     has_pages = any(user.origin for user in users)
@@ -68,7 +67,7 @@ def use_tables(key: Key) -> Iterable[Table]:
         ],
         empty="No use recorded yet. Sources that present the key appear here.",
     )
-    yield from _networks(key, has_more)
+    yield from _networks(found, has_more)
 
 
 def _latest(title: str, has_more: bool, found: list[T]) -> tuple[str, list[T]]:
@@ -83,8 +82,8 @@ def _title(title: str, has_more: bool) -> str:
     return f"{title} (incomplete: {MAX_READ} users of each outcome are read)" if has_more else title
 
 
-def _versions(key: Key, has_more: bool) -> Iterable[Table]:
-    title, versions = _latest("Shops and app versions", has_more, list_versions(key.key_id, limit=_MAX_ROWS + 1))
+def _versions(users: Sequence[KeyUser], has_more: bool) -> Iterable[Table]:
+    title, versions = _latest("Shops and app versions", has_more, versions_of(users, limit=_MAX_ROWS + 1))
     if versions:
         yield Table(
             title,
@@ -103,8 +102,8 @@ def _versions(key: Key, has_more: bool) -> Iterable[Table]:
         )
 
 
-def _networks(key: Key, has_more: bool) -> Iterable[Table]:
-    title, networks = _latest("Networks", has_more, list_networks(key.key_id, limit=_MAX_ROWS + 1))
+def _networks(users: Sequence[KeyUser], has_more: bool) -> Iterable[Table]:
+    title, networks = _latest("Networks", has_more, networks_of(users, limit=_MAX_ROWS + 1))
     if networks:
         yield Table(
             title,

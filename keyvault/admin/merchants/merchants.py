@@ -15,6 +15,7 @@ from django.utils.html import format_html
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import AccessScope
+from keyvault.admin.framework.accounts import accounts_in_scope
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -32,7 +33,6 @@ from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.components import Columns
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
@@ -206,9 +206,7 @@ class MerchantAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: Merchant) -> Detail:
-        scope = operator_of(request).scope
-        seen = row.accounts.filter(in_scope(scope, "pk"))
-        accounts = list(seen.select_related("merchant").order_by("environment"))
+        scope, accounts = operator_of(request).scope, accounts_in_scope(request, row)
         activity = [
             card
             for account in accounts

@@ -28,7 +28,7 @@ from keyvault.admin.framework.actions import (
 )
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.components import Banner, Columns, Fold
-from keyvault.admin.framework.enforcement import operator_of
+from keyvault.admin.framework.enforcement import grant_for, operator_of
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.four_eyes import requester_name
 from keyvault.admin.framework.model_admin import BoundedPaginator, ConsoleModelAdmin
@@ -39,7 +39,7 @@ from keyvault.models import Operator, OperatorChange
 from keyvault.services.access_review import (
     OperatorAccess,
     RoleAccess,
-    export_lines,
+    begin_review_export,
     format_csv,
     list_reviewed,
     review_access,
@@ -358,13 +358,15 @@ class OperatorAdmin(ConsoleModelAdmin):
             yield [*(shown if number == 0 else [""] * len(shown)), *_role_cells(role)]
 
     def _export_view(self, request: HttpRequest) -> HttpResponse:
-        now = datetime.now(UTC)
+        """Return the review as a file. Each export is in the audit log."""
+        within = operator_of(request).scope
+        allowed = grant_for(request, P.OPERATORS_READ, within=within)
         return HttpResponse(
-            format_csv(export_lines(now)),
+            format_csv(begin_review_export(allowed, within)),
             content_type="text/csv; charset=utf-8",
             headers={
                 "Cache-Control": "no-store",
-                "Content-Disposition": f'attachment; filename="access-review-{now:%Y-%m-%d}.csv"',
+                "Content-Disposition": f'attachment; filename="access-review-{allowed.at:%Y-%m-%d}.csv"',
             },
         )
 

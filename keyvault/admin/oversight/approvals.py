@@ -1,7 +1,7 @@
 """Approvals in the console: everything that waits for the operator's approval, approved one by one or together.
 
-Each row is approved by its own action, bound to the digest or version that the page showed, in its own transaction and
-with its own audit entry. Rows that cannot be approved are named, and stop no other.
+Rows are approved together or not at all, under one digest over the ids and digests that the page showed. Each is
+approved by its own action and has its own audit entry, which names the combined digest.
 """
 
 import logging
@@ -13,7 +13,7 @@ from django.contrib.admin import AdminSite
 from django.db import IntegrityError
 from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
-from django.utils.safestring import SafeString
+from django.utils.html import format_html
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import ActionForm
@@ -24,12 +24,15 @@ from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page, status_of
 from keyvault.admin.framework.row_search import find_ids
 from keyvault.admin.framework.step_up import answer_locked, refuse_step_up, step_up_context
-from keyvault.admin.framework.widgets import Difference, Link, Table, badge, counted, link
+from keyvault.admin.framework.widgets import Difference, Link, Table, counted, link, mono
 from keyvault.domain.errors import KeyvaultError, NotFoundError, RequestInvalidError, StateConflictError
-from keyvault.wire.problems import PROBLEM_TYPES
+from keyvault.services.approvals.together import approved_together, combine_digests
 
 MAX_TOGETHER = 50
 """Maximum rows that one form approves."""
+
+_COMBINED = "combined_digest"
+"""Field of the form with the digest over all that it approves."""
 
 _log = logging.getLogger(__name__)
 
@@ -137,12 +140,6 @@ class ReviewedRow:
     def choice(self) -> str:
         return f"{self.model_admin.opts.label_lower}:{self.row.pk}"
 
-    @property
-    def reject_url(self) -> str:
-        """Address of the page that rejects the row; empty: it cannot be rejected."""
-        names = {action.name for action in self.model_admin.row_actions}
-        return self.model_admin.url_of(self.row, "reject") if "reject" in names else ""
-
 
 def review_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
     """Show what the approval of the chosen rows changes; approve them by POST."""
@@ -153,15 +150,24 @@ def review_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
     if len(chosen) > MAX_TOGETHER:
         fault = f"You chose {len(chosen)} requests. Approve at most {MAX_TOGETHER} together."
         return _review_page(site, request, [], error=RequestInvalidError(fault, []))
-    reviewed = [_review(request, *each) for each in _find_rows(site, request, chosen)]
-    reviewed.sort(key=lambda each: chosen.index(each.choice) if each.choice in chosen else 0)
+    reviewed = _review_rows(site, request, chosen)
     if len(reviewed) < len(chosen):
         return _review_page(site, request, [], error=NotFoundError("One of these requests does not exist."))
     if request.method != "POST":
         return _review_page(site, request, reviewed)
-    if refused := refuse_step_up(request):
-        return _review_page(site, request, reviewed, error=refused)
-    return _outcome_page(site, request, [(each, *_approve(request, each)) for each in reviewed])
+    if error := refuse_step_up(request) or _find_change(request, reviewed):
+        return _review_page(site, request, reviewed, error=error)
+    try:
+        messages = _approve_together(request, reviewed)
+    except KeyvaultError as refused:
+        return _review_page(site, request, _review_rows(site, request, chosen), error=refused)
+    return _outcome_page(site, request, reviewed, messages)
+
+
+def _review_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> list[ReviewedRow]:
+    """Return the chosen rows, in the order of their ids: two operators who approve the same rows never deadlock."""
+    reviewed = [_review(request, *each) for each in _find_rows(site, request, chosen)]
+    return sorted(reviewed, key=lambda each: each.choice)
 
 
 def _find_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> Iterator[tuple[ConsoleModelAdmin, Any]]:
@@ -198,21 +204,46 @@ def _find_fault(request: HttpRequest, model_admin: ConsoleModelAdmin, row: Any) 
     return ""
 
 
-def _approve(request: HttpRequest, reviewed: ReviewedRow) -> tuple[bool, str]:
-    """Approve one row as it was shown. Return whether it is approved, and what happened or why not."""
-    model_admin, row = reviewed.model_admin, reviewed.row
-    form = model_admin.approval_form(row, request.POST)
-    if not form.is_valid():
-        return False, "The form is incomplete. Open the request and approve it there."
+def _combine(reviewed: Sequence[ReviewedRow]) -> str:
+    """Return the digest over the ids of the rows that the page approves and the digest or version of each."""
+    return combine_digests({each.choice: each.form.initial for each in reviewed if not each.fault})
+
+
+def _find_change(request: HttpRequest, reviewed: Sequence[ReviewedRow]) -> StateConflictError | None:
+    """Return which rows are not what the page showed, or can no longer be approved; None: the form covers all."""
+    changed = [each.name for each in reviewed if each.fault or not _is_as_shown(request, each)]
+    if changed:
+        return StateConflictError(f"Nothing is approved. Changed since you opened the page: {', '.join(changed)}.")
+    if request.POST.get(_COMBINED) != _combine(reviewed):
+        return StateConflictError("Nothing is approved: the form is incomplete. Review the requests again.")
+    return None
+
+
+def _is_as_shown(request: HttpRequest, reviewed: ReviewedRow) -> bool:
+    form = reviewed.model_admin.approval_form(reviewed.row, request.POST)
+    return form.is_valid() and form.cleaned_data == form.initial
+
+
+def _approve_together(request: HttpRequest, reviewed: Sequence[ReviewedRow]) -> list[str]:
+    """Approve all rows, or none. Return what happens next with each. Raises the error of the first that is refused."""
+    messages: list[str] = []
     try:
-        return True, model_admin.approve(request, row, form.cleaned_data).message
+        with approved_together(_combine(reviewed)):
+            for each in reviewed:
+                result = each.model_admin.approve(request, each.row, dict(each.form.initial))
+                messages.append(result.message)
     except KeyvaultError as error:
         _log.info("refused", extra={"code": error.code, "internal": error.internal, "path": request.path})
-        return False, error.detail
-    except IntegrityError:
+        raise _refusal(reviewed[len(messages)], error.detail) from error
+    except IntegrityError as error:
         # Two concurrent changes: a constraint or trigger refused what a rule had allowed.
         _log.warning("refused by the database", exc_info=True, extra={"path": request.path})
-        return False, "This was changed by another operator. Review the current version and try again."
+        raise _refusal(reviewed[min(len(messages), len(reviewed) - 1)], "Another operator changed it.") from error
+    return messages
+
+
+def _refusal(reviewed: ReviewedRow, detail: str) -> StateConflictError:
+    return StateConflictError(f"Nothing is approved. {reviewed.name}: {detail}")
 
 
 def _review_page(
@@ -225,6 +256,8 @@ def _review_page(
         "crumbs": [_back()],
         "error": None if error is None else error.detail,
         "to_approve": to_approve,
+        "combined_name": _COMBINED,
+        "combined_digest": _combine(reviewed),
         "refused": _refused_table(reviewed) if len(to_approve) < len(reviewed) else None,
         "button": f"Approve {counted(len(to_approve), 'request')}",
         "back": _back(),
@@ -241,25 +274,18 @@ def _refused_table(reviewed: Sequence[ReviewedRow]) -> Table:
 
 
 def _outcome_page(
-    site: AdminSite, request: HttpRequest, outcomes: Sequence[tuple[ReviewedRow, bool, str]]
+    site: AdminSite, request: HttpRequest, reviewed: Sequence[ReviewedRow], messages: Sequence[str]
 ) -> HttpResponse:
-    """Name every row with its outcome."""
-    approved = sum(is_approved for _, is_approved, _ in outcomes)
-    rows = [[link(each.url, each.name), _outcome(is_approved), message] for each, is_approved, message in outcomes]
-    missing = len(outcomes) - approved
+    """Name every approved row with what happens next."""
+    rows = [[link(each.url, each.name), message] for each, message in zip(reviewed, messages, strict=True)]
+    digest = format_html("combined digest {}", mono(_combine(reviewed)))
     context = {
-        "title": f"{approved} of {counted(len(outcomes), 'request')} approved",
+        "title": f"{counted(len(reviewed), 'request')} approved",
         "crumbs": [_back()],
-        "missing": f"{counted(missing, 'request')} not approved: see the table." if missing else "",
-        "section": Table("Outcome", ["request", "outcome", "what happens next"], rows),
+        "section": Table("Approved", ["request", "what happens next"], rows, aside=digest),
         "back": _back(),
     }
-    status = 200 if approved else PROBLEM_TYPES[StateConflictError.code].status
-    return page(site, request, "approvals_outcome", context, status=status)
-
-
-def _outcome(is_approved: bool) -> SafeString:
-    return badge("approved", "good") if is_approved else badge("not_approved", "bad")
+    return page(site, request, "approvals_outcome", context)
 
 
 def _back() -> Link:

@@ -58,9 +58,10 @@ class Record:
 
 @dataclass(slots=True)
 class _Unit:
-    """The records of one outermost block."""
+    """The records of one outermost block. `details`: added to those of each record."""
 
     records: list[Record] = field(default_factory=list)
+    details: dict[str, JsonValue] = field(default_factory=dict)
 
 
 _open_unit: ContextVar[_Unit | None] = ContextVar("open_unit", default=None)
@@ -86,21 +87,35 @@ def recorded(
     account = None if isinstance(account, AccessScope) else account
     _require(grant, frozenset({permission}) if isinstance(permission, Permission) else permission, account, within)
     chain = account_chain(account.merchant_id, account.environment) if account else PLATFORM_CHAIN
-    record = Record(chain, permission is Permission.CUSTOMER_TOKENS_WRITE, event, grant, details)
     unit = _open_unit.get()
+    shared = {} if unit is None else unit.details
+    record = Record(chain, permission is Permission.CUSTOMER_TOKENS_WRITE, event, grant, {**details, **shared})
     if unit is not None:
         with _rolled_back_together(unit), transaction.atomic():
             # The entry of the cause comes before those of its effects, so append it before the block runs.
             unit.records.append(record)
             yield record
         return
-    unit = _Unit([record])
+    with _outermost(_Unit([record])):
+        yield record
+
+
+@contextmanager
+def recorded_together(**details: JsonValue) -> Iterator[None]:
+    """Commit all blocks inside together or not at all. `details` are added to the audit entry of each."""
+    with _outermost(_Unit(details=details)):
+        yield
+
+
+@contextmanager
+def _outermost(unit: _Unit) -> Iterator[None]:
     token = _open_unit.set(unit)
     try:
         with transaction.atomic():
             with collect_subjects() as subjects:
-                yield record
-            _commit(unit, subjects, grant.at)
+                yield
+            if unit.records:
+                _commit(unit, subjects, unit.records[0].grant.at)
     finally:
         _open_unit.reset(token)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from django.conf import settings
 from django.db import IntegrityError
-from django.db.models import Q, QuerySet
+from django.db.models import OuterRef, Q, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -152,7 +152,7 @@ def list_to_forget(now: datetime, after: ProviderConnection | None = None) -> li
     return batch_after(due, "removed_at", after)
 
 
-def list_connections(account: Account) -> QuerySet[ProviderConnection]:
+def list_connections(account: Account | OuterRef) -> QuerySet[ProviderConnection]:
     """Return the account's connections that are not removed."""
     return _rows().filter(account=account, removed_at__isnull=True).order_by("provider")
 

@@ -1,9 +1,10 @@
 """Read who uses a key, for people and for the rotation engine. `usage.recorder` writes these rows."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from django.db.models import Max, Min, OuterRef, Q, QuerySet, Subquery, Sum
 
@@ -130,8 +131,8 @@ class Usage:
 
 
 def describe_use(key: Key) -> Usage:
-    """Return how much a key was used, and the last time of each outcome."""
-    use = KeyUse.objects.filter(key=key).first()
+    """Return how much a key was used, by its row of use as it was read, and the last time of each outcome."""
+    use: KeyUse | None = getattr(key, "use", None)
     attempts = dict(KeyAttempt.objects.filter(key=key).values_list("outcome", "last_at"))
     return Usage(
         count=0 if use is None else use.count,
@@ -166,13 +167,18 @@ def find_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit:
     Evidence passes the outcomes that it relies on. People see every outcome, with probes marked. `limit`: the maximum
     for each outcome, so that refused attempts do not displace real use.
     """
-    left = dict.fromkeys(outcomes, limit)
-    users: list[KeyUser] = []
-    for user in _list_users(key_id, outcomes):
+    return first_of_each_outcome(read_users(key_id, outcomes), limit)
+
+
+def first_of_each_outcome(users: Iterable[KeyUser], limit: int) -> list[KeyUser]:
+    """Return the first users of each outcome."""
+    left = dict.fromkeys(UseOutcome, limit)
+    found: list[KeyUser] = []
+    for user in users:
         left[user.outcome] -= 1
         if left[user.outcome] >= 0:
-            users.append(user)
-    return users
+            found.append(user)
+    return found
 
 
 def has_more_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int | None = None) -> bool:
@@ -183,11 +189,12 @@ def has_more_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, li
     return any(count > limit for count in found.values())
 
 
-def list_networks(key_id: str, *, limit: int = 50) -> list[NetworkUse]:
-    """Return the networks that really use a key, the latest first."""
+def networks_of(users: Iterable[KeyUser], *, limit: int = 50) -> list[NetworkUse]:
+    """Return the networks that really use a key, the latest first. `users`: of `read_users`."""
     found: dict[str, list[KeyUser]] = {}
-    for user in _list_users(key_id, SIGNS_OF_LIFE):
-        found.setdefault(user.network, []).append(user)
+    for user in users:
+        if user.outcome in SIGNS_OF_LIFE:
+            found.setdefault(user.network, []).append(user)
     return [NetworkUse(network, *_sum(users)) for network, users in found.items()][:limit]
 
 
@@ -201,16 +208,18 @@ def _sum(users: Collection[KeyUser]) -> tuple[int, int, datetime, datetime]:
     )
 
 
-def _list_users(key_id: str, outcomes: Collection[UseOutcome]) -> list[KeyUser]:
-    """Return the users among MAX_READ contexts of each of these outcomes, the latest first."""
+def read_users(key_id: str, outcomes: Collection[UseOutcome] = TRACES) -> list[KeyUser]:
+    """Return the users among MAX_READ contexts of each of these outcomes, the latest first. Two queries."""
     each_half = [_contexts(key_id, outcome).order_by(order) for outcome in outcomes for order in ("pk", "-pk")]
-    ids = {pk for pk, _ in _read_parts([(half, MAX_READ // 2) for half in each_half])}
-    contexts = UseContext.objects.in_bulk(ids)
+    columns = ("source", "user_agent", "endpoint", "origin")
+    contexts = {pk: rest for pk, *rest in _read_parts([(half, MAX_READ // 2) for half in each_half], columns)}
     rows = UseBucket.objects.filter(context__in=contexts).order_by().values_list("context_id")
     totals = rows.annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
     users = [
-        KeyUser(each.source, each.user_agent, each.endpoint, each.origin, UseOutcome(each.outcome), total, first, last)
-        for each, total, first, last in ((contexts[pk], *rest) for pk, *rest in totals)
+        KeyUser(source, user_agent, endpoint, origin, UseOutcome(outcome), total, first, last)
+        for (outcome, source, user_agent, endpoint, origin), total, first, last in (
+            (contexts[pk], *rest) for pk, *rest in totals
+        )
     ]
     users.sort(key=lambda user: (user.source, user.user_agent, user.endpoint, user.origin, user.outcome))
     users.sort(key=lambda user: user.last_at, reverse=True)
@@ -222,11 +231,13 @@ def _contexts(key_id: str, outcome: UseOutcome) -> QuerySet[UseContext]:
     return UseContext.objects.filter(key=key_id, outcome=outcome)
 
 
-def _read_parts(parts: Sequence[tuple[QuerySet[UseContext], int]]) -> list[tuple[int, str]]:
-    """Read the ids and outcomes of the first rows of each part, with their number, by one query."""
+def _read_parts(
+    parts: Sequence[tuple[QuerySet[UseContext], int]], columns: Sequence[str] = ()
+) -> list[tuple[Any, ...]]:
+    """Read the ids, outcomes and columns of the first rows of each part, with their number, by one query."""
     # The limit is in a subquery: SQLite allows none in a part of a union.
     limited = [
-        UseContext.objects.filter(pk__in=part.values("pk")[:most]).order_by().values_list("pk", "outcome")
+        UseContext.objects.filter(pk__in=part.values("pk")[:most]).order_by().values_list("pk", "outcome", *columns)
         for part, most in parts
     ]
     return list(limited[0].union(*limited[1:], all=True)) if limited else []
@@ -297,11 +308,12 @@ def find_last_of_sources(key_id: str, names: Collection[str]) -> dict[str, datet
     return dict(rows.values_list("name", "last_at"))
 
 
-def list_versions(key_id: str, *, limit: int = 50) -> list[VersionUse]:
-    """Return the shop and app versions that use a public key, the latest first."""
+def versions_of(users: Iterable[KeyUser], *, limit: int = 50) -> list[VersionUse]:
+    """Return the shop and app versions that use a public key, the latest first. `users`: of `read_users`."""
     found: dict[tuple[str, str], list[KeyUser]] = {}
-    for user in _list_users(key_id, SIGNS_OF_LIFE):
-        found.setdefault((user.origin, user.user_agent), []).append(user)
+    for user in users:
+        if user.outcome in SIGNS_OF_LIFE:
+            found.setdefault((user.origin, user.user_agent), []).append(user)
     return [VersionUse(origin, agent, *_sum(users)) for (origin, agent), users in found.items()][:limit]
 
 

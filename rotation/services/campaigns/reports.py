@@ -8,6 +8,7 @@ from django.db.models import Count, IntegerField, Q, Sum, Value
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import KeyUse, UseBucket
+from keyvault.models.row_count import RowCount
 from keyvault.models.usage import UseOutcome
 from rotation.domain.events import RotationState
 from rotation.domain.pacing import FAILED, PROVED, START_WITHIN, UNPROVED, Pace, seconds_to_begin
@@ -29,12 +30,11 @@ def describe_campaign(campaign: Campaign, now: datetime) -> dict[str, JsonValue]
     the earliest time, at the approved pace. `requests`: allowed verifications with the replacements, and refused ones
     with suspended keys of these credentials since the campaign began, in at most MAX_BUCKETS counts.
     """
-    progress, by_state = _count(campaign)
+    progress, by_state, lately = _count(campaign, now)
     pace = Pace.from_json(campaign.pace)
     members = max(1, progress["members"])
     is_running = campaign.state == CampaignState.RUNNING
     ended = progress["skipped"] + progress["completed"] + progress["failed"] + progress["stalled"]
-    lately = campaign.rotations.filter(created_at__gt=now - timedelta(minutes=1)).count()
     begun_at = now + timedelta(seconds=seconds_to_begin(pace, progress["waiting"]))
     start_by = None if campaign.began_at is None else campaign.began_at + START_WITHIN
     return {
@@ -87,13 +87,19 @@ def list_failed_first(campaign: Campaign, limit: int) -> list[CampaignMember]:
     return [found[pk] for pk in ids]
 
 
-def _count(campaign: Campaign) -> tuple[dict[str, int], dict[str, int]]:
+def _count(campaign: Campaign, now: datetime) -> tuple[dict[str, int], dict[str, int], int]:
+    """Return the members by their progress, the rotations by state, and those begun in the last minute."""
     rows = campaign.rotations.values_list("state").annotate(n=Count("pk"))
     by_state: Counter[str] = Counter(dict(rows.order_by("state")))
-    members = CampaignMember.objects.filter(campaign=campaign)
-    ended_unproved = campaign.rotations.filter(state=S.COMPLETED, used_at=None).count()
+    counted = {
+        "ended_unproved": campaign.rotations.filter(state=S.COMPLETED, used_at=None),
+        "skipped": CampaignMember.objects.filter(campaign=campaign, outcome=SKIPPED),
+        "begun_lately": campaign.rotations.filter(created_at__gt=now - timedelta(minutes=1)),
+    }
+    counts = {name: RowCount(rows.order_by().values("pk")) for name, rows in counted.items()}
+    ended_unproved, skipped, lately = Campaign.objects.values_list(*counts.values()).get(pk=campaign.pk)
     count: int = campaign.selection["count"]
-    skipped, begun = members.filter(outcome=SKIPPED).count(), by_state.total()
+    begun = by_state.total()
     progress = {
         "members": count,
         "waiting": count - skipped - begun,
@@ -105,17 +111,18 @@ def _count(campaign: Campaign) -> tuple[dict[str, int], dict[str, int]]:
         "failed": sum(by_state[state] for state in FAILED),
         "stalled": by_state[S.STALLED],
     }
-    return progress, dict(by_state)
+    return progress, dict(by_state), lately
 
 
 def _requests(campaign: Campaign) -> dict[str, JsonValue]:
+    if campaign.began_at is None:
+        return {"allowed": 0, "refused": 0}
     begun = campaign.rotations.order_by()
     allowed = KeyUse.objects.filter(key__in=begun.values("replacement")).aggregate(total=Sum("count"))
-    since = campaign.began_at or campaign.created_at
     refused = UseBucket.objects.filter(
         context__key__credential__in=begun.values("credential"),
         context__outcome=UseOutcome.REFUSED,
-        last_at__gte=since,
+        last_at__gte=campaign.began_at,
     )
     counts = refused.order_by().values_list("count", flat=True)[:MAX_BUCKETS]
     return {"allowed": allowed["total"] or 0, "refused": sum(counts)}

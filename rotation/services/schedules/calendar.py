@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from enum import StrEnum
 
-from django.db.models import IntegerField, Subquery
-
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account
+from keyvault.models.row_count import RowCount
 from rotation.domain.events import RotationState
 from rotation.models import BlackoutCalendar, ScheduledCredential
 from rotation.services.rotations.planning import plan_rotation
@@ -126,7 +125,7 @@ def count_days(first: date, days: int, scope: AccessScope = EVERYWHERE) -> list[
         rows = ScheduledCredential.objects.filter(account__in=accounts.values("pk"))
     starts = [start_of_day(first + timedelta(days=number)) for number in range(days + 1)]
     counts = {
-        f"day_{number}": _BoundedCount(
+        f"day_{number}": RowCount(
             rows.filter(ask_at__gte=starts[number], ask_at__lt=starts[number + 1]).values("pk")[: MAX_COUNTED + 1]
         )
         for number in range(days)
@@ -134,14 +133,6 @@ def count_days(first: date, days: int, scope: AccessScope = EVERYWHERE) -> list[
     # Counted beside any row: without one there is nothing to count.
     found = ScheduledCredential.objects.annotate(**counts).values_list(*counts)[:1]
     return list(found[0]) if found else [0] * days
-
-
-class _BoundedCount(Subquery):
-    """The number of rows of a query that has a limit."""
-
-    template = "(SELECT COUNT(*) FROM (%(subquery)s) counted)"
-    output_field = IntegerField()
-    empty_result_set_value = 0
 
 
 def start_of_day(day: date) -> datetime:

@@ -119,8 +119,9 @@ def list_candidates(
         due.append(dates if after is None else dates.filter(TupleGreaterThan(Tuple(F("ask_at"), F("pk")), after)))
         if after is None:
             waiting.append(rows.filter(ask_at__isnull=True))
-    dated: list[Any] = _read_first(due)
-    undated = [pk for _, pk in _read_first(waiting)]
+    positions = _read_first([*due, *waiting]) if len(places) > 1 else [*_read_first(due), *_read_first(waiting)]
+    undated = [pk for ask_at, pk in positions if ask_at is None]
+    dated = [(ask_at, pk) for ask_at, pk in positions if ask_at is not None]
     if len(places) > 1:
         # The database orders those of one time: it may compare ids in another way than Python does.
         dated.sort(key=lambda position: position[0])

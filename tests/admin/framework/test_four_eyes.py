@@ -1,5 +1,6 @@
 """Actions that need a second person: one table of them, and the rule for each."""
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -8,6 +9,7 @@ from django.contrib import admin
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
+from keyvault.admin.framework import step_up
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.domain.environments import Environment
@@ -155,3 +157,28 @@ def test_approval_is_bound_to_the_digest_that_was_shown(desk: Desk, page: str, m
     assert type(row).objects.get(pk=row.pk).state == ROWS[page][make]
     approval = row.approvals.get()
     assert (approval.plan_digest, approval.person) == (row.plan_digest, desk.approver.person)
+
+
+@pytest.mark.parametrize(("page", "make"), BOUND)
+def test_page_of_a_request_has_both_forms_that_decide_on_it(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, page: str, make: Any
+) -> None:
+    """Guarantee: the page of a request approves it with a second factor, and rejects it with a reason, each by one
+    form to its own route. The page is not replaced while they are filled in. The requester has neither form."""
+    monkeypatch.setattr(step_up, "is_step_up_due", lambda request: True)
+    row, noun = make(desk), page.rpartition("_")[0]
+    change, reject = address(f"{noun}_change", row.pk), address(f"{noun}_reject", row.pk)
+    shown = text_of(browser(desk.approver).get(change))
+    approving, rejecting = (
+        re.findall(rf'<form method="post" action="{url}".*?</form>', shown, re.DOTALL)
+        for url in (address(page, row.pk), reject)
+    )
+    assert (len(approving), len(rejecting)) == (1, 1)
+    assert row.plan_digest in approving[0]
+    assert "Confirm with your second factor" in approving[0]
+    assert 'name="why"' in rejecting[0]
+    assert "Confirm with your second factor" not in rejecting[0]
+    assert shown.count(f'"{reject}"') == 1
+    assert "data-live" not in shown
+    assert "<dt>Requested by</dt>" in shown.partition("<h2>Decide</h2>")[2]
+    assert "<h2>Decide</h2>" not in text_of(browser(desk.admin).get(change))

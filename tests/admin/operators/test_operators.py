@@ -8,7 +8,7 @@ import pytest
 
 from keyvault.access.roles import Role
 from keyvault.access.scopes import EVERYWHERE, NOWHERE, AccessScope
-from keyvault.models import Operator, OperatorChange, OperatorChangeState, RoleUse
+from keyvault.models import AuditEntry, Operator, OperatorChange, OperatorChangeState, RoleUse
 from keyvault.services.sessions.role_uses import role_uses
 from tests.admin.desk import Desk, address, browser, hidden, text_of
 from tests.factories import SANDBOX, make_operator
@@ -210,9 +210,12 @@ def test_access_review_is_paged(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> 
     assert client.get(f"{review}?page=x").status_code == 200
 
 
-def test_access_review_is_exported(desk: Desk) -> None:
+def test_access_review_is_exported_and_each_export_recorded(desk: Desk) -> None:
+    """Guarantee: the file has every role, and the audit log names who exported it."""
     answer: Any = browser(desk.auditor).get(address("keyvault_operator_export"))
     assert (answer["Content-Type"], answer["Cache-Control"]) == ("text/csv; charset=utf-8", "no-store")
     rows = list(csv.DictReader(io.StringIO(text_of(answer))))
     assert {(row["username"], row["role"]) for row in rows} >= {("tam", "technical_account_manager")}
     assert browser(desk.tam).get(address("keyvault_operator_export")).status_code == 403
+    exported = AuditEntry.objects.filter(event="access_review.exported")
+    assert [entry.actor.partition(":")[2] for entry in exported] == ["auditor"]

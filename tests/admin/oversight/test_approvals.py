@@ -12,9 +12,12 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework import attention, step_up
+from keyvault.admin.keys.issuance import IssuanceRequestAdmin
 from keyvault.admin.oversight import approvals
+from keyvault.domain.errors import StateConflictError
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.models import AuditEntry, IssuanceRequest
+from keyvault.services.approvals.together import combine_digests
 from keyvault.services.issuance.requests import reject_issuance
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides
@@ -72,16 +75,19 @@ def test_approvals_lists_what_the_operator_may_approve_and_what_it_changes(desk:
     assert text_of(select).count(" checked") == 1
 
 
-def test_approvals_together_are_each_recorded_with_their_own_digest(desk: Desk) -> None:
-    """Guarantee: one form approves several requests; each has an approval by its digest, and an audit entry."""
+def test_approvals_together_are_each_recorded_under_one_digest(desk: Desk) -> None:
+    """Guarantee: one form approves several requests under one digest; each has an approval by its own digest, and an
+    audit entry that names the combined one."""
     first, second = (request_key(desk.production, label=label, by=desk.tam) for label in ("first", "second"))
     rotation = ask_rotation(desk)
     client = browser(desk.approver)
-    shown = review(client, first, second, rotation)
+    shown = review(client, rotation, second, first)
     assert "Approve 3 requests" in text_of(shown)
+    combined = combine_digests({choice(row): {"plan_digest": row.plan_digest} for row in (first, second, rotation)})
+    assert text_of(shown).count(combined) == 2
     answer = submit(client, shown)
     assert answer.status_code == 200
-    assert "3 of 3 requests approved" in text_of(answer)
+    assert "3 requests approved" in text_of(answer)
     assert {state_of(first), state_of(second)} == {IssuanceState.APPROVED}
     assert state_of(rotation) == RotationState.SCHEDULED
     for row in (first, second, rotation):
@@ -89,23 +95,64 @@ def test_approvals_together_are_each_recorded_with_their_own_digest(desk: Desk) 
     entries = AuditEntry.objects.filter(event__in=["issuance.approved", "rotation.approved"])
     bodies = [bytes(entry.body) for entry in entries]
     for row in (first, second, rotation):
-        assert sum(str(row.pk).encode() in body for body in bodies) == 1
+        assert sum(str(row.pk).encode() in body and combined.encode() in body for body in bodies) == 1
 
 
-def test_approvals_name_what_cannot_be_approved_and_approve_the_others(desk: Desk) -> None:
-    """Guarantee: a request that was decided or changed after the page was shown is named, and stops no other."""
+def altered(text: str, row: Any) -> str:
+    """Return the page with another digest of the row, as if the row had been changed since."""
+    own = f'name="{choice(row)}-plan_digest" value="'
+    return text.replace(f"{own}{row.plan_digest}", f"{own}{'0' * 64}")
+
+
+def test_approvals_together_approve_nothing_if_one_was_changed(desk: Desk) -> None:
+    """Guarantee: if a request was decided or changed after the page was shown, none is approved, and it is named."""
     kept, rejected, changed = (request_key(desk.production, label=label, by=desk.tam) for label in ("a1", "b2", "c3"))
     client = browser(desk.approver)
     shown = review(client, kept, rejected, changed)
     reject_issuance(grant(desk.admin, P.ISSUANCE_REJECT, desk.production), rejected, "no")
-    forged = text_of(shown).replace(changed.plan_digest, "0" * 64)
-    with mock.patch("tests.admin.oversight.test_approvals.text_of", side_effect=[forged]):
+    with mock.patch(f"{__name__}.text_of", side_effect=[altered(text_of(shown), changed)]):
         answer = submit(client, shown)
-    page = text_of(answer)
-    assert "1 of 3 requests approved" in page
-    assert "2 requests not approved" in page
-    assert "The plan is not what you were shown" in page
-    assert [state_of(row) for row in (kept, rejected, changed)] == ["approved", "rejected", "pending"]
+    assert answer.status_code == 409
+    error = re.search(r'role="alert">([^<]*)', text_of(answer))
+    assert error is not None
+    assert "Nothing is approved" in error[1]
+    assert ["a1" in error[1], "b2" in error[1], "c3" in error[1]] == [False, True, True]
+    assert [state_of(row) for row in (kept, rejected, changed)] == ["pending", "rejected", "pending"]
+
+
+@pytest.mark.parametrize("combined", ["", "0" * 64, None])
+def test_approvals_together_need_the_combined_digest(desk: Desk, combined: str | None) -> None:
+    """Guarantee: without the digest over exactly these requests nothing is approved."""
+    row = request_key(desk.production, by=desk.tam)
+    fields = {"item": choice(row), f"{choice(row)}-plan_digest": row.plan_digest}
+    if combined is not None:
+        fields["combined_digest"] = combined
+    answer = browser(desk.approver).post(address("approvals_review"), fields)
+    assert answer.status_code == 409
+    assert "Nothing is approved" in text_of(answer)
+    assert state_of(row) == IssuanceState.PENDING
+
+
+def test_approvals_together_approve_nothing_if_one_is_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: if a service refuses one request at the last moment, none is approved, and the log has no entry."""
+    rows = [request_key(desk.production, label=label, by=desk.tam) for label in ("a1", "b2")]
+    refused = max(rows, key=choice)
+    client = browser(desk.approver)
+    shown = review(client, *rows)
+    approve = IssuanceRequestAdmin.approve
+
+    def approve_all_but_one(self: Any, request: Any, row: Any, cleaned: Any) -> Any:
+        if row.pk == refused.pk:
+            raise StateConflictError("This was changed by another operator.")
+        return approve(self, request, row, cleaned)
+
+    monkeypatch.setattr(IssuanceRequestAdmin, "approve", approve_all_but_one)
+    answer = submit(client, shown)
+    assert answer.status_code == 409
+    assert f"Nothing is approved. acme/production · {refused.label}: This was changed" in text_of(answer)
+    assert [state_of(row) for row in rows] == ["pending", "pending"]
+    assert not any(row.approvals.exists() for row in rows)
+    assert not AuditEntry.objects.filter(event="issuance.approved").exists()
 
 
 def test_approvals_of_own_requests_are_refused_with_a_sentence(desk: Desk) -> None:
@@ -119,7 +166,7 @@ def test_approvals_of_own_requests_are_refused_with_a_sentence(desk: Desk) -> No
         address("approvals_review"), {"item": choice(mine), f"{choice(mine)}-plan_digest": mine.plan_digest}
     )
     assert answer.status_code == 409
-    assert "0 of 1 request approved" in text_of(answer)
+    assert "Nothing is approved" in text_of(answer)
     assert state_of(mine) == IssuanceState.PENDING
 
 

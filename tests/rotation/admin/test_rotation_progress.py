@@ -69,3 +69,15 @@ def test_plan_marks_what_deviates_from_the_defaults(desk: Desk) -> None:
     plan = page_of(desk, rotated(desk, quiet_seconds=7_200)).partition("<h2>Plan</h2>")[2].partition("</section>")[0]
     marked = re.findall(r"<dt>([^<]*)</dt><dd>[^<]*<span[^>]*>not the default", plan)
     assert marked == ["Quiet period"]
+
+
+def test_page_of_a_request_shows_the_uses_of_the_last_day_to_the_approver(desk: Desk) -> None:
+    """Guarantee: who decides on a rotation sees how often the old key was used in the last 24 hours."""
+    key, _ = issue(desk.production)
+    allowed = grant(desk.tam, P.ROTATIONS_WRITE, desk.production)
+    row = request_rotation(allowed, key.credential, PlanOverrides(reason="yearly"))
+    note(row, "shop/1")
+    url = address("rotation_rotation_change", row.pk)
+    shown = text_of(browser(desk.approver).get(url)).partition("<dt>Old key in the last 24 hours</dt>")[2]
+    assert shown.startswith("<dd>1 request ")
+    assert "Old key in the last 24 hours" not in text_of(browser(desk.tam).get(url))

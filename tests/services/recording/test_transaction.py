@@ -57,7 +57,7 @@ from keyvault.models import (
     WebhookEndpoint,
 )
 from keyvault.models.keys import OriginHeader
-from keyvault.services import offboarding, operator_changes
+from keyvault.services import access_review, offboarding, operator_changes
 from keyvault.services.approvals import break_glass, inbox
 from keyvault.services.audit import export, rollback
 from keyvault.services.backups import restore
@@ -627,7 +627,12 @@ def _export(scene: Scene) -> Callable[[], object]:
     return lambda: export.begin_export(grant(scene.admin, P.AUDIT_READ), ["sandbox"], now(), EVERYWHERE)
 
 
+def _export_review(scene: Scene) -> Callable[[], object]:
+    return lambda: access_review.begin_review_export(grant(scene.admin, P.OPERATORS_READ), EVERYWHERE)
+
+
 ACTIONS: dict[str, Action] = {
+    "access_review.begin_review_export": Action(_export_review, ["access_review.exported"], []),
     "audit.export.begin_export": Action(_export, ["audit.exported"], []),
     "catalog.endpoints.add_endpoint": Action(
         lambda scene: lambda: endpoints.add_endpoint(grant(scene.admin, P.CATALOG_WRITE), DRAFT),
@@ -1125,6 +1130,22 @@ def test_recorded_blocks_on_two_accounts_write_to_both_chains(scene: Scene) -> N
         pass
     chains = AuditEntry.objects.filter(event__startswith="test.").values_list("chain_id", "event")
     assert set(chains) == {("account:acme/sandbox", "test.first"), ("account:acme/production", "test.second")}
+
+
+def test_recorded_together_commits_all_or_none_and_each_entry_has_the_shared_details(scene: Scene) -> None:
+    """Guarantee: blocks that are recorded together commit or fail together, and the entry of each names why."""
+    first, second = issue(scene.sandbox)[0], issue(scene.production)[0]
+    before, ids = dump_tables(), last_ids()
+    with pytest.raises(OSError, match="too late"), recording.recorded_together(batch="one"):
+        _suspend_and_fail(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), "test.failed", first)
+    assert changed_tables(before, dump_tables()) == set()
+    with recording.recorded_together(batch="two"):
+        for key, place in ((Key.objects.get(pk=first.pk), scene.sandbox), (second, scene.production)):
+            lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, place), key)
+    events, changes = written_since(ids)
+    assert (events, changes) == (["key.suspended"] * 2, [("key", first.key_id), ("key", second.key_id)])
+    entries = AuditEntry.objects.filter(event="key.suspended")
+    assert [json.loads(bytes(entry.body))["details"]["batch"] for entry in entries] == ["two", "two"]
 
 
 def test_recorded_on_an_account_without_its_chain_changes_nothing(scene: Scene) -> None:

@@ -24,9 +24,10 @@ from keyvault.services.usage.reports import (
     find_users,
     has_more_users,
     list_attempts,
-    list_networks,
     list_users,
-    list_versions,
+    networks_of,
+    read_users,
+    versions_of,
 )
 from tests.clocks import Clock
 from tests.factories import account, issue
@@ -101,8 +102,8 @@ def test_users_beyond_the_maximum_are_the_oldest_and_the_newest(key: Key, monkey
     monkeypatch.setattr(reports, "MAX_READ", 2)
     assert has_more_users(key.key_id)
     assert [user.source for user in find_users(key.key_id)] == ["192.0.2.2", "192.0.2.0"]
-    assert [(each.sources, each.first_at) for each in list_networks(key.key_id)] == [(2, NOON)]
-    assert [each.user_agent for each in list_versions(key.key_id)] == ["shop/2", "shop/0"]
+    assert [(each.sources, each.first_at) for each in networks_of(read_users(key.key_id))] == [(2, NOON)]
+    assert [each.user_agent for each in versions_of(read_users(key.key_id))] == ["shop/2", "shop/0"]
 
 
 def test_users_that_are_refused_do_not_displace_real_ones(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +123,8 @@ def test_users_that_are_refused_do_not_displace_real_ones(key: Key, monkeypatch:
 def test_users_of_another_key_are_omitted(key: Key) -> None:
     use(issue(account())[0])
     assert find_users(key.key_id) == []
-    assert list(list_networks(key.key_id)) == []
-    assert list_versions(key.key_id) == []
+    assert list(networks_of(read_users(key.key_id))) == []
+    assert versions_of(read_users(key.key_id)) == []
 
 
 def test_users_are_listed_with_every_field(key: Key) -> None:
@@ -149,11 +150,11 @@ def test_networks_group_the_sources_that_use_the_key(key: Key) -> None:
     use(key, "2001:db8::1", at=NOON - HOUR)
     for outcome in (REFUSED, PROBED, UseOutcome.EXPOSED_IN_URL):
         use(key, "198.51.100.1", outcome=outcome)
-    first, second = list_networks(key.key_id)
+    first, second = networks_of(read_users(key.key_id))
     assert (first.network, first.sources, first.count) == ("192.0.2.0/24", 2, 3)
     assert (first.first_at, first.last_at) == (NOON, NOON + HOUR)
     assert second.network == "2001:db8::/64"
-    assert list_networks(key.key_id, limit=1) == [first]
+    assert networks_of(read_users(key.key_id), limit=1) == [first]
 
 
 def test_versions_are_grouped_by_origin_and_user_agent(key: Key) -> None:
@@ -162,7 +163,7 @@ def test_versions_are_grouped_by_origin_and_user_agent(key: Key) -> None:
     use(key, "192.0.2.2", origin=shop, user_agent="browser", at=NOON + HOUR)
     use(key, user_agent="app/1.0", at=NOON - HOUR)
     use(key, user_agent="app/1.1", outcome=PROBED)
-    found = list_versions(key.key_id)
+    found = versions_of(read_users(key.key_id))
     assert [(each.origin, each.user_agent, each.sources, each.count) for each in found] == [
         (shop, "browser", 2, 2),
         ("", "app/1.0", 1, 1),
@@ -175,7 +176,7 @@ def test_describe_use_names_each_kind_of_request(key: Key) -> None:
     use(key, times=2)
     for hours, outcome in enumerate((DENIED, REFUSED, PROBED), start=1):
         use(key, outcome=outcome, at=NOON + hours * HOUR)
-    described = describe_use(key)
+    described = describe_use(Key.objects.get(pk=key.pk))
     assert (described.count, described.first_at, described.last_at) == (2, NOON, NOON)
     assert (described.denied_at, described.tried_at, described.probed_at) == (
         NOON + HOUR,

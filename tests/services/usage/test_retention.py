@@ -22,7 +22,8 @@ from keyvault.services.usage.reports import (
     find_sources,
     find_users,
     list_attempts,
-    list_networks,
+    networks_of,
+    read_users,
 )
 from tests.clocks import Clock
 from tests.services.racing import (
@@ -61,10 +62,12 @@ def totals(key: Key, since: Sequence[datetime]) -> dict[str, Any]:
         known[:] = known[0] + user.count, min(known[1], user.first_at), max(known[2], user.last_at)
     return {
         "uses": sums,
-        "total": describe_use(key),
+        "total": describe_use(Key.objects.get(pk=key.pk)),
         "last": {outcome: find_last(key.key_id, [outcome]) for outcome in UseOutcome},
         "minutes": KeyUse.objects.filter(key=key).values_list("minutes", flat=True).first(),
-        "networks": [(each.network, each.count, each.first_at, each.last_at) for each in list_networks(key.key_id)],
+        "networks": [
+            (each.network, each.count, each.first_at, each.last_at) for each in networks_of(read_users(key.key_id))
+        ],
         "sources": find_sources(key.key_id),
         "attempts": [find_attempts(key.key_id, at).last_at for at in since],
         "waived": [find_attempts(key.key_id, at, ["192.0.2.0/24 curl"]).last_at for at in since],
