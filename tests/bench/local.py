@@ -121,12 +121,12 @@ def row(each: Mapping[str, Any]) -> list[str]:
 
 def describe(results: Mapping[str, Any]) -> str:
     return (
-        f"One thread decides about {results['keys']} keys of {results['accounts']} accounts in turn, each with an account"
-        " limit of 1,000,000 a second. A decision includes making the question. The rate includes the threads that"
-        " follow the feed and report uses, and the questions that lease tokens; p50 and p99 are of single decisions."
+        f"One thread decides about {results['keys']} keys of {results['accounts']} accounts in turn, each with a limit"
+        " of 1,000,000 a second. A decision includes making the question. The rate includes the threads that follow the"
+        " feed and report uses, and the questions that lease tokens; p50 and p99 are of single decisions."
         f" The service counted all {results['allowed']:,} allowed requests. {results['revocations']} keys were then"
-        f" revoked over REST while the process asked about them: {results['stale']} of {results['asked_after']:,} requests"
-        f" after a complete receipt were allowed; receipt p50 {number(results['receipt_p50_ms'])} ms."
+        f" revoked over REST while the process asked about them: {results['stale']} of {results['asked_after']:,}"
+        f" requests after a complete receipt were allowed; receipt p50 {number(results['receipt_p50_ms'])} ms."
         f" {results['cores']}. PostgreSQL runs without fsync."
     )
 

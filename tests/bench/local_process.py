@@ -1,4 +1,4 @@
-"""The process that decides: `python -m tests.bench.local_process`. It reads its order and writes its figures as JSON."""
+"""The process that decides: `python -m tests.bench.local_process`. Its order and its figures are JSON."""
 
 import http.client
 import json

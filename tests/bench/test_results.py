@@ -108,7 +108,11 @@ def decided(**changed: Any) -> dict[str, Any]:
     ]
     counts = {"allowed": 1_780_000, "revocations": 50, "without_receipt": 0, "asked_after": 10_000, "stale": 0}
     return {
-        **{"rounds": rounds, "receipt_p50_ms": 12.0, "keys": 100, "accounts": 10, "cores": "one core"},
+        "rounds": rounds,
+        "receipt_p50_ms": 12.0,
+        "keys": 100,
+        "accounts": 10,
+        "cores": "one core",
         **counts,
         **changed,
     }

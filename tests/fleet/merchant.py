@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from keyvault.domain.plaintext import Plaintext
 from keyvault_client import WebhookError, verify_webhook
 from keyvault_client.rotate_agent import write_atomically
+
+from keyvault.domain.plaintext import Plaintext
 from tests.backends.receivers import Receiver
 from tests.environment import ROOT
 
@@ -21,7 +22,7 @@ AGENT_SECONDS = 10.0
 
 PAUSE_SECONDS = 1.0
 FORGETFUL_PAUSE_SECONDS = 12.0
-"""Pauses between two orders of a process. The forgetful one is silent for longer than the quiet period of a rotation."""
+"""Pauses between two orders of a process. The forgetful one is silent for longer than a rotation's quiet period."""
 
 AVAILABLE = "rotation.replacement_available"
 _ENVIRON = {
