@@ -47,7 +47,7 @@ SETTLE_SECONDS = 3.0
 """Traffic after a rotation, in which a process with the revoked key would be refused."""
 
 WITHIN_SECONDS = 180.0
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.3
 
 
 class GaveUpError(Exception):
