@@ -21,7 +21,8 @@ MAX_KEPT = 5
 def main(base_url: str, key_file: str, counts: str, mode: str, pause: str) -> int:
     source = FileKey(key_file, WATCH_SECONDS)
     key = source.read(0) if mode == "forget" else source
-    orders, refused, failures = 0, 0, []
+    orders, refused = 0, 0
+    failures: list[str] = []
     with MerchantClient(base_url, "sandbox", key) as client:
         while not select.select([sys.stdin], [], [], float(pause))[0]:
             began = time.monotonic()
