@@ -5,7 +5,8 @@
 Runs the programs of `make run` in a data folder of their own, and merchant processes with the Python client that create
 orders the whole time. Their one credential is rotated three times:
 
-- `forgotten`: one process does not watch its key file. It is refused in quarantine, and its operators then restart it.
+- `forgotten`: one process does not watch its key file, and creates orders now and then only. It is refused in
+  quarantine, and its operators then restart it.
 - `webhook`: the merchant loses every webhook message about the replacement.
 - `killed`: every program of the service is killed (SIGKILL) in the middle of the rotation, and started again later.
 
@@ -39,8 +40,8 @@ FORGOTTEN, WEBHOOK, KILLED = "forgotten", "webhook", "killed"
 ROTATIONS = (FORGOTTEN, WEBHOOK, KILLED)
 PROCESSES = 20
 QUIET_SECONDS = 3
-QUARANTINE_SECONDS = {FORGOTTEN: 10, WEBHOOK: 3, KILLED: 3}
-"""The forgotten process sends an order every 12 s: after the quiet period, and before the quarantine is over."""
+QUARANTINE_SECONDS = {FORGOTTEN: 20, WEBHOOK: 3, KILLED: 3}
+"""The forgotten process sends an order before the quarantine is over, also on a busy machine."""
 
 DOWN_SECONDS = 3.0
 SETTLE_SECONDS = 3.0
@@ -131,7 +132,8 @@ class _Course:
         self._fleet.loses_webhooks = rotation == WEBHOOK
         forgetful = self._fleet.forget() if rotation == FORGOTTEN else ""
         if forgetful:
-            self._until("the forgetful process to send an order", lambda: self._fleet.count(forgetful).orders > 0)
+            self._fleet.ask(forgetful)
+            self._until("the forgetful process to create an order", lambda: self._fleet.count(forgetful).orders > 0)
         plan = ("--proof", "traffic", "--proof-count", str(2 * self._fleet.size), "--proof-sources", "1")
         periods = ("--quiet-seconds", str(QUIET_SECONDS), "--quarantine-seconds", str(QUARANTINE_SECONDS[rotation]))
         asked = ("--credential", self._credential, "--requested-by", "tam", "--reason", f"fleet: {rotation}")
@@ -142,6 +144,8 @@ class _Course:
 
         note = ""
         if forgetful:
+            self._until("the quarantine of the old key", lambda: show()["state"] == "quarantine")
+            self._fleet.ask(forgetful)
             self._until("the old key to be reinstated", lambda: show()["reinstated_at"] is not None)
             self._fleet.remember(forgetful)
             note = "; the old key was reinstated, and the forgotten process restarted"

@@ -20,10 +20,6 @@ from tests.environment import ROOT
 AGENT_SECONDS = 10.0
 """Interval between two runs of the agent without a webhook message."""
 
-PAUSE_SECONDS = 1.0
-FORGETFUL_PAUSE_SECONDS = 12.0
-"""Pauses between two orders of a process. The forgetful one is silent for longer than a rotation's quiet period."""
-
 AVAILABLE = "rotation.replacement_available"
 _ENVIRON = {
     "PATH": os.environ.get("PATH", os.defpath),
@@ -69,7 +65,7 @@ class Fleet:
         self._run_agent("--register", check=True)
         self.hooks.before_answer = self._receive
         for number in range(1, self.size + 1):
-            self._start(f"process{number}", "watch", PAUSE_SECONDS)
+            self._start(f"process{number}", "watch")
         self._agent = threading.Thread(target=self._follow)
         self._agent.start()
         return self
@@ -87,16 +83,23 @@ class Fleet:
             self._agent.join()
 
     def forget(self) -> str:
-        """Restart one process as one that reads the key file only now. Returns its name."""
+        """Restart one process as one that reads the key file only now, and orders when asked. Returns its name."""
         name = next(iter(self._processes))
         self._end(name)
-        self._start(f"{name}-forgetful", "forget", FORGETFUL_PAUSE_SECONDS)
+        self._start(f"{name}-forgetful", "forget")
         return f"{name}-forgetful"
+
+    def ask(self, name: str) -> None:
+        """Let a forgetful process send an order."""
+        stdin = self._processes[name].stdin
+        assert stdin
+        stdin.write(b"\n")
+        stdin.flush()
 
     def remember(self, name: str) -> None:
         """Restart a forgetful process, as its operators do after the alarm."""
         self._end(name)
-        self._start(f"{name}-restarted", "watch", PAUSE_SECONDS)
+        self._start(f"{name}-restarted", "watch")
 
     def count(self, name: str = "*") -> Counts:
         """Return the counts of one process, or of all that ever ran."""
@@ -117,9 +120,9 @@ class Fleet:
     def key_file(self) -> Path:
         return self.folder / "key"
 
-    def _start(self, name: str, mode: str, pause_seconds: float) -> None:
+    def _start(self, name: str, mode: str) -> None:
         counts = str(self.folder / f"{name}.json")
-        arguments = (self.base_url, str(self.key_file), counts, mode, str(pause_seconds))
+        arguments = (self.base_url, str(self.key_file), counts, mode)
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "tests.fleet.merchant_process", *arguments],

@@ -1,7 +1,8 @@
-"""One process of the fleet: `python -m tests.fleet.merchant_process BASE_URL KEY_FILE COUNTS watch|forget PAUSE`.
+"""One process of the fleet: `python -m tests.fleet.merchant_process BASE_URL KEY_FILE COUNTS watch|forget`.
 
-It sends an order every PAUSE seconds until its standard input ends. `watch`: it takes up a replacement from the key
-file. `forget`: it reads the file at its start only. COUNTS: file that always has its counts, as JSON.
+`watch`: it creates an order every second, and takes up a replacement from the key file. `forget`: it reads the file at
+its start only, and creates an order for each line of its standard input. It ends with its standard input. COUNTS: file
+that always has its counts, as JSON.
 """
 
 import json
@@ -13,18 +14,19 @@ from pathlib import Path
 
 from keyvault_client import AuthenticationError, FileKey, KeyvaultError, MerchantClient
 
+PAUSE_SECONDS = 1.0
 WATCH_SECONDS = 1.0
 QUARANTINED = "key_not_active"
 MAX_KEPT = 5
 
 
-def main(base_url: str, key_file: str, counts: str, mode: str, pause: str) -> int:
+def main(base_url: str, key_file: str, counts: str, mode: str) -> int:
     source = FileKey(key_file, WATCH_SECONDS)
-    key = source.read(0) if mode == "forget" else source
+    key, pause = (source.read(0), None) if mode == "forget" else (source, PAUSE_SECONDS)
     orders, refused = 0, 0
     failures: list[str] = []
     with MerchantClient(base_url, "sandbox", key) as client:
-        while not select.select([sys.stdin], [], [], float(pause))[0]:
+        while _is_due(pause):
             began = time.monotonic()
             try:
                 client.create_order(1299, "EUR")
@@ -44,6 +46,11 @@ def main(base_url: str, key_file: str, counts: str, mode: str, pause: str) -> in
                 },
             )
     return 0
+
+
+def _is_due(pause_seconds: float | None) -> bool:
+    """Wait for the pause, or for a line of standard input. Returns False when that has ended."""
+    return not select.select([sys.stdin], [], [], pause_seconds)[0] or bool(sys.stdin.readline())
 
 
 def _write(path: Path, counts: dict[str, object]) -> None:
