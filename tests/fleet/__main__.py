@@ -31,6 +31,7 @@ from typing import Any
 import django
 
 from keyvault.domain.plaintext import Plaintext
+from keyvault.management import service
 from keyvault.management.supervisor import StopRequestedError, Supervisor, stopping_on_signals
 from tests import environment
 from tests.backends.receivers import LOOPBACK, Receiver, receiver
@@ -81,8 +82,7 @@ class _Course:
     """The service and the fleet, and the rotations in order."""
 
     def __init__(self, stack: ExitStack, data: Path, processes: int) -> None:
-        # Django's settings are read by these imports.
-        from keyvault.management import service
+        # It imports the models, which need Django's settings.
         from keyvault.management.json_command import call
 
         self._call: Callable[..., dict[str, Any]] = call
@@ -91,14 +91,13 @@ class _Course:
         self._credential: str = issued["credential_id"]
         hooks: Receiver = stack.enter_context(receiver())
         webhook = call("add_webhook", *_ACCOUNT, "--url", hooks.url(), "--by", "admin", "--reveal")
-        port = service.find_free_port()
-        self._service: Supervisor = stack.enter_context(service.supervise(port))
+        self._port = service.find_free_port()
+        self._service: Supervisor = stack.enter_context(service.supervise(self._port))
         self._service.report = lambda line: None
-        service.wait_until_ready(self._service, port)
-        self._wait_until_ready = lambda: service.wait_until_ready(self._service, port)
+        service.wait_until_ready(self._service, self._port)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-", dir=data)))
         lay_key(folder, Plaintext(issued["key"]))
-        base_url = f"{service.local_url(port)}/sandbox"
+        base_url = f"{service.local_url(self._port)}/sandbox"
         self._fleet = stack.enter_context(Fleet(folder, base_url, processes, hooks, Plaintext(webhook["secret"])))
         self._until("every process to send orders", lambda: len(list(folder.glob("*.json"))) == processes)
 
@@ -169,7 +168,7 @@ class _Course:
             os.killpg(child.process.pid, signal.SIGKILL)
         time.sleep(DOWN_SECONDS)
         self._until("every program to start again", self._has_restarted)
-        self._wait_until_ready()
+        service.wait_until_ready(self._service, self._port)
         return time.monotonic() - began
 
     def _has_restarted(self) -> bool:
