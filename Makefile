@@ -10,7 +10,7 @@ CODE = keyvault rotation tests clients/python manage.py deploy/compose/make_secr
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run check check-types check-pure test test-long test-clients test-wheel test-next fuzz faults fleet upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
+.PHONY: help demo run check check-code check-pure test test-long test-clients test-wheel test-next fuzz faults fleet upgrade-test simulate mutations bench audit sbom docs errors lock clean ready-to-run ready-to-test
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -22,14 +22,14 @@ demo: ready-to-run ## show the lifecycle of a key, live, in a temporary data fol
 run: ready-to-run ## run the service in the foreground with demo data (PORT=8000)
 	@exec $(BIN)/python manage.py run --port '$(PORT)'
 
+# mypy uses one core, so that the tests run beside it.
 check: ready-to-test ## run ruff, the import contracts, mypy and the tests of the pure packages
+	@$(MAKE) --no-print-directory --jobs=2 check-code check-pure
+
+check-code: ready-to-test
 	$(BIN)/ruff check --quiet $(CODE)
 	$(BIN)/ruff format --check --quiet $(CODE)
 	PYTHONPATH=clients/python $(BIN)/lint-imports --no-logo
-	@$(MAKE) --no-print-directory --jobs=2 check-types check-pure
-
-# mypy uses one core, so that the tests run beside it.
-check-types:
 	$(BIN)/mypy $(CODE)
 
 check-pure:

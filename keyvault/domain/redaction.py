@@ -12,6 +12,7 @@ quote never consumes the quote of a JSON string, so that a redacted JSON line st
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from keyvault.domain.ids import KEY_ID_DIGITS
 from keyvault.domain.keystring import CHECKSUM_DIGITS, SECRET_DIGITS, SHAPED, SHAPED_HEAD, StringKind, StringScope
@@ -28,20 +29,37 @@ def _mask(match: re.Match[str]) -> str:
     return match["head"] + MASK
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Secret:
     """One pattern. `begins`: the head, and enough of the secret to be certain; `goes_on`: the rest of the secret.
 
     `needles`: a lower-cased text without any of them contains no such secret. `unfinished`, for a multi-line pattern:
-    matches the end of a text in which a secret may have begun.
+    matches the end of a text in which a secret may have begun. Patterns are compiled when a text needs them, because
+    all of them take longer than the rest of the imports of a short command.
     """
 
-    begins: re.Pattern[str]
-    goes_on: re.Pattern[str]
-    whole: re.Pattern[str]
+    begin_text: str
+    goes_on_text: str
+    flags: re.RegexFlag
     needles: tuple[str, ...]
     mask: Callable[[re.Match[str]], str]
-    unfinished: re.Pattern[str] | None
+    unfinished_text: str | None
+
+    @cached_property
+    def begins(self) -> re.Pattern[str]:
+        return re.compile(self.begin_text, self.flags)
+
+    @cached_property
+    def goes_on(self) -> re.Pattern[str]:
+        return re.compile(self.goes_on_text, re.ASCII)
+
+    @cached_property
+    def whole(self) -> re.Pattern[str]:
+        return re.compile(self.begin_text + self.goes_on_text, self.flags)
+
+    @cached_property
+    def unfinished(self) -> re.Pattern[str] | None:
+        return None if self.unfinished_text is None else re.compile(self.unfinished_text, self.flags)
 
 
 def _secret(
@@ -51,14 +69,12 @@ def _secret(
     *,
     any_case: bool = False,
     mask: Callable[[re.Match[str]], str] = _mask,
-    unfinished: re.Pattern[str] | None = None,
+    unfinished: str | None = None,
 ) -> _Secret:
     # ASCII, so that case-insensitive matching agrees with the lower-case needles.
     flags = re.ASCII | re.MULTILINE | (re.IGNORECASE if any_case else re.NOFLAG)
     # Not possessive: Python 3.11.2 matches a possessive group with alternatives wrongly. Nothing follows the group.
-    goes_on = f"(?:{goes_on})*"
-    whole = re.compile(begins + goes_on, flags)
-    return _Secret(re.compile(begins, flags), re.compile(goes_on, re.ASCII), whole, needles, mask, unfinished)
+    return _Secret(begins, f"(?:{goes_on})*", flags, needles, mask, unfinished)
 
 
 _BLANKS = r"[ \t]{0,64}"
@@ -129,7 +145,7 @@ def _named_value(depth: int) -> _Secret:
         piece,
         (*_NAMED_NEEDLES, "device"),
         any_case=True,
-        unfinished=None if depth else re.compile(rf"{name}\r?\n[^\n]*+\Z", re.ASCII | re.IGNORECASE),
+        unfinished=None if depth else rf"{name}\r?\n[^\n]*+\Z",
     )
 
 
@@ -164,14 +180,14 @@ def _letters(words: Iterable[str]) -> list[str]:
     return [f"[{''.join(sorted(set(place)))}]" for place in zip(*words, strict=True)]
 
 
-def _unfinished_key() -> re.Pattern[str]:
+def _unfinished_key() -> str:
     """Match the end of a text that may be an incomplete key string, or a complete one whose end is undecided."""
     rest = r"\Z"
     places = [*_letters(StringKind), "_", *_letters(StringScope), "_", *[_DIGIT] * (KEY_ID_DIGITS + _AFTER_KEY_ID)]
     for place in reversed(places):
         piece = _MAY_BREAK + place
         rest = rf"(?:{piece}{rest}|(?!{piece})[ \t=\\rn\r\n>ux0-9Bb[;m]{{0,64}}\Z)"
-    return re.compile(f"_{rest}", re.ASCII)
+    return f"_{rest}"
 
 
 def _mask_broken(match: re.Match[str]) -> str:

@@ -125,6 +125,23 @@ def test_reader_sees_a_change_with_its_record_and_holds_the_receipt_until_it_con
     assert read(send, response.body["sequence"]).body["changes"] == []
 
 
+def test_late_copy_of_a_registration_completes_no_receipt_for_a_memory_in_use(send: Send) -> None:
+    """Guarantee: a repeated request without `after` may arrive when the reader has filled its memory again.
+
+    Otherwise the receipt would be complete while the reader still answers by the state before the revocation.
+    """
+    key = issue(account("acme"))[0]
+    first = begin(send)
+    sequence = revoke(key)
+    assert progress(sequence) == ["waiting"]
+    begin(send)
+    assert progress(sequence) == ["waiting"]
+    response = read(send, first)
+    assert [change["id"] for change in response.body["changes"]][-1] == key.key_id
+    assert confirm(send, response.body["sequence"]).status_code == 200
+    assert progress(sequence) == ["confirmed"]
+
+
 def test_changes_come_again_until_a_later_sequence_is_read_from(send: Send) -> None:
     """Guarantee: a response that never arrived loses no change."""
     key, _ = issue(account())

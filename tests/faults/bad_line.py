@@ -1,8 +1,9 @@
 """A bad line as a TCP proxy, in a program of its own: `python -m tests.faults.bad_line FROM TO DELAY LOSS SEED`.
 
-It forwards from the loopback port FROM to the port TO. Each piece of data arrives DELAY seconds later; with the
-probability LOSS it is lost, and its connection is reset. Commands on its input, one per line, each answered `done`:
-`partition` holds all data, also of new connections, and `heal` lets it arrive, late, as retransmission would.
+It forwards from the loopback port FROM to the port TO. Each piece of data arrives DELAY seconds later. With the
+probability LOSS it is lost, and is sent again as TCP does: after a round trip and 0.2 s, and after twice that time when
+it is lost again. What follows on its connection waits for it. Commands on its input, one per line, each answered
+`done`: `partition` holds all data, also of new connections, and `heal` lets it arrive, late, as retransmission would.
 """
 
 import asyncio
@@ -19,6 +20,8 @@ from tests.servers.throwaway import free_port
 
 _RESET = struct.pack("ii", 1, 0)
 _PIECE_BYTES = 65_536
+_LEAST_TIMEOUT_SECONDS = 0.2
+"""The least retransmission timeout of Linux less the round trip, in seconds."""
 
 
 class BadLine:
@@ -98,8 +101,13 @@ class _Line:
                 due, data = await pieces.get()
                 await asyncio.sleep(due - loop.time())
                 await self.is_whole.wait()
-                if not data or self.rng.random() < self.loss:
+                if not data:
                     return
+                timeout = 2 * self.delay_seconds + _LEAST_TIMEOUT_SECONDS
+                while self.rng.random() < self.loss:
+                    await asyncio.sleep(timeout)
+                    timeout *= 2
+                    await self.is_whole.wait()
                 writer.write(data)
                 await writer.drain()
 

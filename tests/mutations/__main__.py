@@ -1,8 +1,8 @@
 """Remove one guard at a time and report which test notices: `python -m tests.mutations [--list] [--only NAME]`.
 
-The tracked files are copied once. For each guard, the unchanged copy must pass the guard's test, run alone. Then the
-guard is replaced in the copy, the test runs again, and the file is restored. The exit code is 1 when a guard survives
-or cannot be judged.
+The tracked files are copied once per core. For each guard, the unchanged copy must pass the guard's test, run alone.
+Then the guard is replaced in the copy, the test runs again, and the file is restored. The exit code is 1 when a guard
+survives or cannot be judged.
 """
 
 import argparse
@@ -12,8 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from tests.environment import DATABASE, POSTGRES_URL, ROOT
@@ -56,10 +59,24 @@ def say(line: str) -> None:
 
 
 def check(guards: Sequence[Guard]) -> int:
-    """Check the guards one by one; return 1 when one survives."""
+    """Check the guards; return 1 when one survives."""
     faults = [fault for guard in guards if (fault := guard.find_fault(ROOT))]
     if faults:
         raise UnusableRunError("\n".join(faults))
+    # Every core checks a share of the guards on a copy and a server of its own.
+    shares = [guards[start :: os.cpu_count() or 1] for start in range(os.cpu_count() or 1)]
+    stops = threading.Event()
+    with ThreadPoolExecutor(len(shares)) as pool:
+        try:
+            survivors = sum(pool.map(partial(count_survivors, stops=stops), shares))
+        finally:
+            stops.set()
+    say(f"{len(guards)} guards removed, {survivors} survived")
+    return 1 if survivors else 0
+
+
+def count_survivors(guards: Sequence[Guard], stops: threading.Event) -> int:
+    """Check the guards one by one on a copy of the tree until `stops` is set. Raises UnusableRunError."""
     with ExitStack() as stack:
         copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-mutations-")))
         copy_tracked_files(copy)
@@ -67,14 +84,15 @@ def check(guards: Sequence[Guard]) -> int:
         passing: set[tuple[str, str]] = set()
         survivors = 0
         for guard in guards:
+            if stops.is_set():
+                break
             if (guard.test, guard.database) not in passing:
                 require_passing(copy, guard, url)
                 passing.add((guard.test, guard.database))
             noticed_by = find_noticing_test(copy, guard, url)
             say(f"{guard.name} | {guard.file} | {f'noticed by {noticed_by}' if noticed_by else 'SURVIVED'}")
             survivors += noticed_by is None
-    say(f"{len(guards)} guards removed, {survivors} survived")
-    return 1 if survivors else 0
+    return survivors
 
 
 def copy_tracked_files(copy: Path) -> None:

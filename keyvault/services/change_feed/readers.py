@@ -98,10 +98,12 @@ def read_changes(service: Service, name: str, after: int | None, now: datetime) 
     staleness = token.max_staleness_seconds
     reader_id = _id_of(service, name)
     if after is None:
-        _register(service, reader_id, token, now)
+        was_live = _register(service, reader_id, token, now)
         confirmed, rows = _first_position(), []
-        # Its memory is empty, so no receipt has to wait for its first confirmation.
-        Verifier.objects.filter(pk=reader_id, confirmed_sequence__lt=confirmed).update(confirmed_sequence=confirmed)
+        if not was_live:
+            # Its memory is empty, so no receipt has to wait for its first confirmation. A live reader confirms: this
+            # may be a late copy of an earlier request, and its memory may be in use.
+            Verifier.objects.filter(pk=reader_id, confirmed_sequence__lt=confirmed).update(confirmed_sequence=confirmed)
     else:
         _renew(service, reader_id, token, after)
         # Before the poll: each of these changes is visible to it.
@@ -211,9 +213,12 @@ def _id_of(service: Service, name: str) -> str:
     return f"{service.lineage}.{name}"
 
 
-def _register(service: Service, reader_id: str, token: ServiceToken, now: datetime) -> None:
+def _register(service: Service, reader_id: str, token: ServiceToken, now: datetime) -> bool:
+    """Register a reader. Return whether it was live already."""
     with transaction.atomic():
         _require_room(service, reader_id, token)
+        row = Verifier.objects.filter(pk=reader_id, stopped_at__isnull=True).annotate(now=Now()).first()
+        was_live = row is not None and _is_live(row)
         FeedReader.objects.update_or_create(
             pk=reader_id, defaults={"lineage": service.lineage, "offered_sequence": 0, "created_at": now}
         )
@@ -228,6 +233,7 @@ def _register(service: Service, reader_id: str, token: ServiceToken, now: dateti
             reporter.update(stopped_at=None, lost_at=None)
         else:
             register_reporter(reader_id, service.scope.environments, {}, now)
+    return was_live
 
 
 def _require_room(service: Service, reader_id: str, token: ServiceToken) -> None:

@@ -3,6 +3,10 @@
 While nothing has changed, the service holds a read open for a quarter of the staleness bound. Freshness counts from
 when the read was sent plus that waiting time. A slow connection therefore shortens the use of the memory, and never
 extends it.
+
+Two threads read and three confirm, each over a connection of its own: on a long line another read is open while a
+reply is under way, and a stalled connection delays no receipt by more than the next read. Only one of them registers
+the reader, because the service expects an empty memory then.
 """
 
 import logging
@@ -29,6 +33,13 @@ _PAUSES: Final = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 _CONFIRM_CHECK_SECONDS: Final = 1.0
 
+_CONFIRM_THREADS: Final = 3
+
+_MAX_OFFSET_SECONDS: Final = 1.0
+"""Maximum time between the reads of the two threads, in seconds."""
+
+_REGISTERING_PAUSE_SECONDS: Final = 0.1
+
 _NEVER: Final = float("-inf")
 
 
@@ -47,10 +58,19 @@ class RemoteFollower(BackgroundThread):
     confirm: Callable[[float, float], None]
     set_bound: Callable[[float], None]
     _after: int | None = None
+    _starts: int = 0
+    """How often the memory was dropped. Replies to reads and confirmations from before it change nothing."""
+    _confirming: int = 0
+    """The highest sequence whose confirmation is under way, or was sent; 0 after a failure."""
     _confirmed: int = 0
+    _vouched_at: float = _NEVER
     _fresh_until: float = _NEVER
     _wait_seconds: int = 0
+    _first_sent_at: float = _NEVER
+    _round_trip: float = 0.0
     _failures: int = 0
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a reply is applied, so that a later one cannot be vouched for before it."""
     _applied: threading.Event = field(default_factory=threading.Event)
     """Set while something is applied and not confirmed."""
 
@@ -63,57 +83,102 @@ class RemoteFollower(BackgroundThread):
         """Raise RuntimeError: a forked child would read under the same name."""
         raise RuntimeError("a regional verifier does not fork")
 
-    def read_once(self) -> None:
-        """Read and apply; `confirm_once` confirms. Raises CentralUnavailableError, CentralRefusedError."""
+    def read_once(self, *, is_first: bool = True) -> None:
+        """Read and apply; `confirm_once` confirms. Raises CentralUnavailableError, CentralRefusedError.
+
+        `is_first`: only the first of the reading threads registers the reader. The other does nothing before.
+        """
+        with self._lock:
+            after, starts, wait_seconds = self._after, self._starts, self._wait_seconds
+        if after is None and not is_first:
+            return
         monotonic, wall = time.monotonic(), time.time()
+        if is_first:
+            self._first_sent_at = monotonic
         query: dict[str, object] = {"reader": self.name}
-        if self._after is not None:
-            query |= {"after": self._after, "wait": self._wait_seconds}
-        body = self.central.get("/v1/changes", query, seconds=self._wait_seconds + CALL_SECONDS)
-        if self._after is None:
-            self.apply(None)
-        elif subjects := [(change["kind"], change["id"]) for change in body["changes"]]:
-            self.apply(subjects if all(kind in KINDS for kind, _ in subjects) else None)
-        self._after = body["sequence"]
-        self._note_fresh(body, monotonic, wall)
-        if self._after > self._confirmed:
-            self._applied.set()
+        if after is not None:
+            query |= {"after": after, "wait": wait_seconds}
+        try:
+            body = self.central.get("/v1/changes", query, seconds=wait_seconds + CALL_SECONDS)
+        except CentralRefusedError:
+            if after is not None and (after, starts) != (self._after, self._starts):
+                return  # The other thread confirmed more, or started again, before this read arrived.
+            raise
+        with self._lock:
+            if starts != self._starts:
+                return
+            if after is None:
+                self.apply(None)
+            elif subjects := [(change["kind"], change["id"]) for change in body["changes"]]:
+                self.apply(subjects if all(kind in KINDS for kind, _ in subjects) else None)
+            self._after = max(self._after or 0, body["sequence"])
+            self._note_fresh(body, monotonic, wall)
+            self._round_trip = time.monotonic() - monotonic - float(body["waited_seconds"])
+            if self._after > self._confirmed:
+                self._applied.set()
 
     def confirm_once(self) -> None:
         """Confirm what is applied, if it is more than before. Raises CentralUnavailableError, CentralRefusedError."""
-        self._applied.clear()
-        sequence = self._after
-        if sequence is not None and sequence > self._confirmed:
+        with self._lock:
+            self._applied.clear()
+            sequence, starts = self._after, self._starts
+            if sequence is None or sequence <= max(self._confirming, self._confirmed):
+                return
+            self._confirming = sequence
+        try:
             self.central.post("/v1/changes/confirmations", {"reader": self.name, "sequence": sequence})
-            # If the reader has started again meanwhile, perhaps with lower sequences, nothing is confirmed.
-            self._confirmed = sequence if self._after is not None and self._after >= sequence else 0
+        except (CentralUnavailableError, CentralRefusedError):
+            self._confirming = 0
+            raise
+        with self._lock:
+            if starts == self._starts:
+                self._confirmed = max(self._confirmed, sequence)
 
     def start_again(self) -> None:
         """Drop the memory and the position: the service does not know this reader any more."""
-        self._withdraw()
-        self.apply(None)
-        self._after, self._confirmed = None, 0
+        with self._lock:
+            self._starts += 1
+            self._withdraw()
+            self.apply(None)
+            self._after, self._confirming, self._confirmed = None, 0, 0
 
     def _note_fresh(self, body: dict[str, Any], monotonic: float, wall: float) -> None:
         bound = float(body["staleness_seconds"])
         self._wait_seconds = max(1, int(bound / 4))
         self.set_bound(bound)
         waited = float(body["waited_seconds"])
-        self._fresh_until = monotonic + waited + bound
-        self.confirm(monotonic + waited, wall + waited)
+        if monotonic + waited > self._vouched_at:
+            self._vouched_at = monotonic + waited
+            self._fresh_until = self._vouched_at + bound
+            self.confirm(self._vouched_at, wall + waited)
 
     def _withdraw(self) -> None:
-        self._fresh_until = _NEVER
+        self._vouched_at = self._fresh_until = _NEVER
         self.confirm(_NEVER, 0.0)
 
     def _loop(self) -> None:
-        # A thread of its own: a confirmation must not wait for a long poll, nor the next read for a confirmation.
-        threading.Thread(target=self._confirm_all, name="feed-confirm", daemon=True).start()
+        # Threads of their own: a confirmation must not wait for a long poll, nor the next read for a confirmation.
+        beside = [self._read_beside, *[self._confirm_all] * _CONFIRM_THREADS]
+        for number, target in enumerate(beside):
+            threading.Thread(target=target, name=f"feed-{number}", daemon=True).start()
         while not self._stop.is_set():
             self._try_read()
-            if self._failures:
-                self._stop.wait(_PAUSES[min(self._failures - 1, len(_PAUSES) - 1)])
-        self._withdraw()
+        self._end()
+
+    def _read_beside(self) -> None:
+        """Read half a round trip after the first thread, so that one of them is mostly waiting at the service."""
+        stop = self._stop
+        while not stop.is_set():
+            self._try_read(is_first=False)
+            offset = min(self._round_trip / 2, _MAX_OFFSET_SECONDS)
+            pause = self._first_sent_at + offset - time.monotonic()
+            stop.wait(_REGISTERING_PAUSE_SECONDS if self._after is None else max(0.0, pause))
+
+    def _end(self) -> None:
+        """Vouch for nothing from now on, also not by a reply that is still under way."""
+        with self._lock:
+            self._starts += 1
+            self._withdraw()
 
     def _confirm_all(self) -> None:
         stop = self._stop
@@ -127,9 +192,10 @@ class RemoteFollower(BackgroundThread):
                 self._applied.set()
                 stop.wait(_PAUSES[1])
 
-    def _try_read(self) -> None:
+    def _try_read(self, *, is_first: bool = True) -> None:
+        """Read once, and pause after a failure."""
         try:
-            self.read_once()
+            self.read_once(is_first=is_first)
         except CentralRefusedError as error:
             if error.code == ErrorCode.CURSOR_EXPIRED:
                 _log.warning("the change feed is read again from its end, with an empty memory")
@@ -145,6 +211,8 @@ class RemoteFollower(BackgroundThread):
             if self._failures:
                 _log.warning("the change feed is read again")
             self._failures = 0
+        if failures := self._failures:
+            self._stop.wait(_PAUSES[min(failures - 1, len(_PAUSES) - 1)])
 
     def _note_failure(self, error: Exception) -> None:
         if not self._failures:

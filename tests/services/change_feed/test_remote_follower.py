@@ -29,6 +29,9 @@ class Central:
 
     def _next(self) -> Any:
         found = self.answers.pop(0)
+        if callable(found):
+            found()  # what happens while the call is under way
+            found = self.answers.pop(0)
         if isinstance(found, Exception):
             raise found
         return found
@@ -152,3 +155,58 @@ def test_lost_confirmation_is_sent_again() -> None:
     follower._try_read()
     follower.confirm_once()
     assert central.calls[-1] == ("/v1/changes/confirmations", {"reader": "r", "sequence": 7})
+
+
+def test_reply_to_a_read_from_before_a_new_start_changes_nothing() -> None:
+    """Guarantee: two threads read. A late reply of one never vouches for a memory that the other has dropped."""
+    follower: RemoteFollower
+    central = Central(page(7), lambda: follower.start_again(), page(9, ("key", "k1")))
+    follower, memory = following(central)
+    follower.read_once()
+    follower.read_once()
+    assert memory.done == [None, None]
+    assert memory.confirmed[-1] == NEVER
+    assert not follower.is_fresh
+    assert follower._after is None
+
+
+def test_overtaken_reply_neither_moves_the_position_back_nor_shortens_freshness() -> None:
+    """Guarantee: a later reply counts, and the changes of an earlier one are applied again, which is harmless."""
+    follower: RemoteFollower
+    central = Central(page(7), lambda: follower.read_once(), page(9, ("key", "k1")), page(8, ("key", "k1")))
+    follower, memory = following(central)
+    follower.read_once()
+    follower.read_once()
+    assert memory.done == [None, [("key", "k1")], [("key", "k1")]]
+    assert follower._after == 9
+    assert len(memory.confirmed) == 2
+
+
+def test_read_that_the_other_thread_overtook_is_no_reason_to_start_again() -> None:
+    """Guarantee: the service refuses a position below the confirmed one. The other thread had confirmed that."""
+    follower: RemoteFollower
+    central = Central(page(7), lambda: follower.read_once(), page(9), CentralRefusedError(410, "cursor_expired"))
+    follower, memory = following(central)
+    follower.read_once()
+    follower._try_read()
+    assert memory.done == [None]
+    assert follower.is_fresh
+
+
+def test_second_thread_never_registers_the_reader() -> None:
+    """Guarantee: the service expects an empty memory at a registration, and the first thread may have filled it."""
+    central = Central()
+    follower, _ = following(central)
+    follower.read_once(is_first=False)
+    assert central.calls == []
+
+
+def test_confirmation_under_way_is_not_sent_a_second_time() -> None:
+    follower: RemoteFollower
+    central = Central(page(7), lambda: follower.confirm_once(), {}, page(8, ("key", "k1")), {})
+    follower, _ = following(central)
+    follower.read_once()
+    follower.confirm_once()
+    follower.read_once()
+    follower.confirm_once()
+    assert [body["sequence"] for path, body in central.calls if path.endswith("confirmations")] == [7, 8]
