@@ -10,7 +10,7 @@ CODE = keyvault rotation tests clients/python manage.py deploy/compose/make_secr
 PURE = domain access wire rotation/domain
 
 .DEFAULT_GOAL := help
-.PHONY: help demo run check check-code check-pure test test-long test-clients test-wheel gateways test-next fuzz faults upgrade-test simulate mutations bench audit sbom docs screenshots errors lock clean ready-to-run ready-to-test
+.PHONY: help demo run check check-code check-pure test test-long test-clients test-wheel gateways test-next fuzz faults fleet upgrade-test simulate mutations bench audit sbom docs screenshots errors lock clean ready-to-run ready-to-test
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -54,7 +54,7 @@ gateways: ## install Envoy and Traefik, with which `make test-long` tests the sa
 # The tests that remain depend on Python itself: pure packages, sockets and TLS, processes and signals.
 NEXT_LEAVES_OUT = architecture upgrade entry_points demo admin api management rotation models services vault_faults \
     hotpath/test_truth.py hotpath/test_same_answers.py hotpath/test_uses.py hotpath/engine/test_engine.py hotpath/test_denied_again.py \
-    mutations simulator site project/test_start.py project/test_plans_of_large_tables.py
+    mutations simulator fleet site project/test_start.py project/test_plans_of_large_tables.py
 test-next: ## repeat the tests that depend on Python itself on Python 3.13 and SQLite, if it is installed
 	@for python in python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3.13; do \
 	    if "$$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
@@ -70,6 +70,9 @@ fuzz: ready-to-test ## send 1,000,000 malformed byte streams and 100,000 request
 
 faults: ready-to-test ## kill, stop, lose and duplicate parts of the service under traffic; about 45 minutes (ARGS='crash --seed 1')
 	@exec $(BIN)/python -m tests.faults $(ARGS)
+
+fleet: ready-to-test ## rotate the credential of 20 merchant processes three times under traffic; about 3 minutes (ARGS='killed --processes 3')
+	@exec env PYTHONPATH=clients/python $(BIN)/python -m tests.fleet $(ARGS)
 
 upgrade-test: ready-to-test ## upgrade and roll back under traffic, beside the last release; 5 to 10 minutes (ARGS='upgrade --seconds 10')
 	@exec $(BIN)/python -m tests.upgrade $(ARGS)

@@ -50,11 +50,12 @@ type MerchantConfig struct {
 	BaseURL     string
 	Environment Environment
 	Key         KeySource
-	// MaxAttempts of one call; 4 by default.
+	// MaxAttempts of one call; 20 by default, as many as fit into the default Deadline.
 	MaxAttempts int
-	// RetryBudget is the number of retries that all calls share; 10 by default.
+	// RetryBudget is the number of retries that all calls share; 100 by default.
 	RetryBudget int
-	// Deadline of one call with all its attempts and waits; 60 seconds by default.
+	// Deadline of one call with all its attempts and waits; 60 seconds by default. Calls outlive a restart of the service
+	// that is shorter.
 	Deadline time.Duration
 	// AttemptTimeout of one attempt; 20 seconds by default.
 	AttemptTimeout time.Duration
@@ -89,12 +90,12 @@ func NewMerchant(config MerchantConfig) (*Merchant, error) {
 	if config.Key == nil {
 		return nil, refuse(RefusedKey, "the client has no key source. Use StaticKey or KeyFile.")
 	}
-	budget := retryCost * orDefault(config.RetryBudget, 10)
+	budget := retryCost * orDefault(config.RetryBudget, 100)
 	return &Merchant{
 		base:        base,
 		environment: config.Environment,
 		source:      config.Key,
-		maxAttempts: orDefault(config.MaxAttempts, 4),
+		maxAttempts: orDefault(config.MaxAttempts, 20),
 		deadline:    orDefault(config.Deadline, 60*time.Second),
 		timeout:     orDefault(config.AttemptTimeout, 20*time.Second),
 		client:      newHTTPClient(""),

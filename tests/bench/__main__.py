@@ -15,7 +15,7 @@ from typing import Any
 
 from keyvault.management.supervisor import StopRequestedError, stopping_on_signals
 
-from . import growth, processes, results, revoke, scale, signin, verify
+from . import growth, local, processes, results, revoke, scale, signin, verify
 from .launch import StartError
 from .machine import Cores, choose_cores, describe, name_machine, require_linux
 from .openbao import find_bao
@@ -24,7 +24,7 @@ from .progress import report
 from .servers import SERVERS
 from .testbed import NotRunError, Testbed
 
-PARTS = ("verify", "revoke", "growth", "signin", "processes", "scale")
+PARTS = ("verify", "revoke", "local", "growth", "signin", "processes", "scale")
 
 DEFAULT_PARTS = PARTS[:-1]
 """Parts that run if none is named; `scale` loads a million credentials first."""
@@ -65,6 +65,7 @@ def _perform(part: str, cores: Cores, options: argparse.Namespace) -> dict[str, 
     parts: dict[str, Callable[[Testbed], Any]] = {
         "verify": lambda testbed: verify.Verify(testbed, cores, options),
         "revoke": lambda testbed: revoke.Revoke(testbed, cores, options),
+        "local": lambda testbed: local.Local(testbed, cores, options),
         "growth": lambda testbed: growth.Growth(testbed, cores, options),
         "signin": lambda testbed: signin.SignIn(testbed, cores, options),
         "processes": lambda testbed: processes.Processes(testbed, cores, options),
@@ -72,7 +73,10 @@ def _perform(part: str, cores: Cores, options: argparse.Namespace) -> dict[str, 
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-bench-")))
-        to_revoke = options.revocations * len(revoke.PLACES) if part == "revoke" else 0
+        to_revoke = {
+            "revoke": options.revocations * len(revoke.PLACES),
+            "local": options.local_revocations,
+        }.get(part, 0)
         # The part `scale` loads its own keys, in proportion to the other rows.
         keys = 0 if part == "scale" else options.keys
         testbed = Testbed(folder, stack, keys=keys, listed=options.listed, to_revoke=to_revoke)
@@ -100,6 +104,7 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the servers and exit")
     verify.add_options(parser.add_argument_group("verify"))
     revoke.add_options(parser.add_argument_group("revoke"))
+    local.add_options(parser.add_argument_group("local"))
     growth.add_options(parser.add_argument_group("growth"))
     signin.add_options(parser.add_argument_group("signin"))
     processes.add_options(parser.add_argument_group("processes"))

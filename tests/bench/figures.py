@@ -195,6 +195,7 @@ BATCH_SIZE = 100
 TAIL, STALE, EVICTION, GROWTH = "p99 at 80 %", "stale", "eviction p99", "growth"
 JOBS, ROTATIONS, EVENT, PAGES = "jobs", "rotations", "event to step", "pages"
 SIGN_IN, IDLE = "sign-in", "idle"
+LOCAL_RATE, LOCAL_P50, LOCAL_STALE = "local rate", "local p50", "local stale"
 QUERIES = "queries"
 
 TARGETS = (
@@ -209,6 +210,9 @@ TARGETS = (
     Target("p99 at 80 % of own maximum, open loop", 1, 0.3, " ms", is_ceiling=True, figure=TAIL),
     Target('stale "valid" after revoke returned, same host', 0, 0, is_ceiling=True, figure=STALE),
     Target("commit → last of 4 verifiers evicted, loaded, p99", 20, 5, " ms", is_ceiling=True, figure=EVICTION),
+    Target("LocalVerifier, decisions a second on one core, uses counted", 50_000, 75_000, figure=LOCAL_RATE),
+    Target("LocalVerifier, p50 of a decision", 20, 12, " us", is_ceiling=True, figure=LOCAL_P50),
+    Target('LocalVerifier, stale "valid" after the receipt', 0, 0, is_ceiling=True, figure=LOCAL_STALE),
     Target("look-up p50 at 1 million / 10 thousand keys", 1.25, 1.1, is_ceiling=True, figure=GROWTH),
     Target("p99 of `orders.retrieve` under 16 sign-ins / idle", 2, 1.25, is_ceiling=True, figure=SIGN_IN),
     Target("processor time of an idle `make run`", 5, 3, " % of a core", is_ceiling=True, figure=IDLE),

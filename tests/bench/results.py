@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from . import growth, processes, revoke, scale, signin, verify
+from . import growth, local, processes, revoke, scale, signin, verify
 from .figures import EVICTION, STALE, TARGETS, Met, Run, Spread, Target, number, ratio_by_cpu, spread
 from .generators import SOURCE
 
@@ -41,6 +41,7 @@ def page(all_results: Results, source: str) -> str:
     renderers = {
         "verify": _verify_lines,
         "revoke": _revocation_lines,
+        "local": _local_lines,
         "growth": _growth_lines,
         "signin": _sign_in_lines,
         "processes": _process_lines,
@@ -56,6 +57,13 @@ def targets_table(all_results: Results) -> list[str]:
     """Return the table of all targets, measured or not."""
     runs = read_runs(all_results.get("verify", {}))
     figures = figures_of(all_results)
+    parts_by_cpu = {"local": local.by_cpu, "scale": scale.by_cpu}
+    by_cpu = {
+        figure: value
+        for part, of in parts_by_cpu.items()
+        if _has(all_results, part)
+        for figure, value in of(all_results[part]).items()
+    }
     rows = []
     for target in TARGETS:
         measured = target.measure(runs, figures)
@@ -67,7 +75,7 @@ def targets_table(all_results: Results) -> list[str]:
                 f"{sign}{target.aim:,g}{target.unit}",
                 "-" if measured is None else measured.format(target.unit),
                 str(target.compare(measured)),
-                _by_cpu(target, runs, scale.by_cpu(all_results["scale"]) if _has(all_results, "scale") else {}),
+                _by_cpu(target, runs, by_cpu),
             ]
         )
     heads = ["ratio, same core, same run", "at least", "aim", "measured median (min..max)", "met", "by processor time"]
@@ -97,6 +105,7 @@ def figures_of(all_results: Results) -> dict[str, Spread]:
     parts = {
         "verify": verify.figures_of,
         "revoke": revoke.figures_of,
+        "local": local.figures_of,
         "growth": growth.figures_of,
         "signin": signin.figures_of,
         "processes": processes.figures_of,
@@ -135,7 +144,7 @@ def _sample_note(figure: str, all_results: Results) -> str:
 def _head(all_results: Results) -> list[str]:
     """Return date and commit of each part, and the machine."""
     lines, last = [], None
-    for part in ("verify", "revoke", "growth", "signin", "processes", "scale"):
+    for part in ("verify", "revoke", "local", "growth", "signin", "processes", "scale"):
         if part not in all_results:
             lines.append(f"- {part}: not run")
             continue
@@ -202,6 +211,11 @@ def _open_loop_row(case: str, rounds: list[Results]) -> list[str]:
 def _revocation_lines(part_results: Results) -> list[str]:
     lines = ["## From commit to eviction and denial", "", revoke.describe(part_results), ""]
     return [*lines, *table(revoke.HEADS, map(revoke.row, part_results["places"])), ""]
+
+
+def _local_lines(part_results: Results) -> list[str]:
+    lines = ["## Decisions from memory", "", local.describe(part_results), ""]
+    return [*lines, *table(local.HEADS, map(local.row, part_results["rounds"])), ""]
 
 
 def _growth_lines(part_results: Results) -> list[str]:

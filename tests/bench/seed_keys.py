@@ -58,7 +58,8 @@ def _fill(keys: int, to_revoke: int, listed: int) -> dict[str, Any]:
         make_merchant(f"merchant-{number:03}")
     unguarded(Account).update(limit_count=1_000_000, limit_seconds=1)
     accounts = list(Account.objects.filter(environment=Environment.PRODUCTION).order_by("merchant_id"))
-    _, token = make_token(Permission.KEYS_VERIFY, name="benchmark", scope=StringScope.PRODUCTION)
+    permissions = (Permission.KEYS_VERIFY, Permission.KEYS_REPLICATE, Permission.KEYS_REVOKE)
+    _, token = make_token(*permissions, name="benchmark", scope=StringScope.PRODUCTION)
     texts = add_keys(accounts, keys + to_revoke + 1, listed)
     *valid, revoked = texts
     key = Key.objects.select_related("credential__account__merchant").get(key_id=key_id_of(revoked))

@@ -100,6 +100,24 @@ def idled(idle_percent: float = 4.0) -> dict[str, Any]:
     return {"processes": measured, "production_failed": "", "seconds": 60.0, "cores": "one core"}
 
 
+def decided(**changed: Any) -> dict[str, Any]:
+    measured = {"p50_us": 10.0, "p99_us": 30.0, "asked_per_second": 80.0, "share": 0.95, "flags": []}
+    rounds = [
+        {"round": turn, "per_second": rate, "per_cpu_second": rate / 0.95, **measured}
+        for turn, rate in ((1, 57_000.0), (2, 60_000.0), (3, 61_000.0))
+    ]
+    counts = {"allowed": 1_780_000, "revocations": 50, "without_receipt": 0, "asked_after": 10_000, "stale": 0}
+    return {
+        "rounds": rounds,
+        "receipt_p50_ms": 12.0,
+        "keys": 100,
+        "accounts": 10,
+        "cores": "one core",
+        **counts,
+        **changed,
+    }
+
+
 def whole(**parts: dict[str, Any]) -> dict[str, Any]:
     return {name: {"at": "2026-11-21T12:00:00+00:00", "machine": MACHINE, **part} for name, part in parts.items()}
 
@@ -173,6 +191,22 @@ def test_idle_processes_are_met_up_to_five_percent_of_a_core() -> None:
     assert "| worker | 131 | 1.5 |" in page(all_results, "x.json")
     assert is_met(all_results)
     assert not is_met(whole(processes=idled(idle_percent=5.1)))
+
+
+def test_decisions_from_memory_have_their_rate_also_by_processor_time() -> None:
+    all_results = whole(local=decided())
+    rows = rows_by_title(targets_table(all_results))
+    assert rows["LocalVerifier, decisions a second on one core, uses counted"] == [
+        *("50,000", "75,000", "60,000 (57,000..61,000)", "yes", "63,158")
+    ]
+    assert rows["LocalVerifier, p50 of a decision"][2:4] == ["10 (10..10) us", "aim"]
+    assert "| 2 | 60,000 | 10 | 30 | 80 | 0.95 |  |" in page(all_results, "x.json")
+    assert is_met(all_results)
+
+
+@pytest.mark.parametrize("wrong", [{"stale": 1}, {"without_receipt": 1}])
+def test_decisions_from_memory_after_an_untrue_or_missing_receipt_are_not_met(wrong: dict[str, int]) -> None:
+    assert not is_met(whole(local=decided(**wrong)))
 
 
 @pytest.mark.parametrize("wrong", [{"lost": 1}, {"stale_after_receipt": 1}])

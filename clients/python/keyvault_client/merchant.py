@@ -49,11 +49,11 @@ class MerchantOptions:
     """Options of a client. Times are in seconds.
 
     Attributes:
-        deadline: of one call with all its attempts and waits.
+        deadline: of one call with all its attempts and waits. Calls outlive a restart of the service that is shorter.
         attempt_timeout: of one attempt.
-        max_attempts: of one call.
+        max_attempts: of one call. By default as many as fit into the default deadline.
         retry_budget: retries that all calls of a client share. A call that succeeds with its first attempt
-            earns a tenth of one.
+            earns a tenth of one. In a restart each call in progress spends about one for every 3 seconds.
         acknowledge: acknowledge a replacement before it is used. The predecessor stays in use until the service has
             accepted the replacement.
         tls: default: the public certificate authorities.
@@ -61,8 +61,8 @@ class MerchantOptions:
 
     deadline: float = 60
     attempt_timeout: float = 20
-    max_attempts: int = 4
-    retry_budget: float = 10
+    max_attempts: int = 20
+    retry_budget: float = 100
     acknowledge: bool = True
     tls: ssl.SSLContext | None = None
 

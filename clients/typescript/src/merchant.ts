@@ -33,11 +33,14 @@ export interface MerchantOptions {
   environment: Environment;
   /** The API key, or a function that returns it: for the first request, and again after the service refused the key. */
   key: string | (() => string | Promise<string>);
-  /** Attempts of one call; 4 by default. */
+  /** Attempts of one call; 20 by default, as many as fit into the default deadline. */
   maxAttempts?: number;
-  /** Retries that all calls share; 10 by default. */
+  /** Retries that all calls share; 100 by default. */
   retryBudget?: number;
-  /** Deadline of one call with all its attempts and waits, in milliseconds; 60,000 by default. */
+  /**
+   * Deadline of one call with all its attempts and waits, in milliseconds; 60,000 by default. Calls outlive a restart of the
+   * service that is shorter.
+   */
   deadlineMs?: number;
   /** Deadline of one attempt, in milliseconds; 20,000 by default. */
   attemptTimeoutMs?: number;
@@ -118,8 +121,8 @@ export class Merchant {
     this.#base = readBaseUrl(options.baseUrl, options.environment);
     this.#environment = options.environment;
     this.#source = typeof key === "function" ? key : () => key;
-    this.#maxAttempts = options.maxAttempts ?? 4;
-    this.#fullBudget = this.#budget = RETRY_COST * (options.retryBudget ?? 10);
+    this.#maxAttempts = options.maxAttempts ?? 20;
+    this.#fullBudget = this.#budget = RETRY_COST * (options.retryBudget ?? 100);
     this.#deadlineMs = options.deadlineMs ?? 60_000;
     this.#attemptTimeoutMs = options.attemptTimeoutMs ?? 20_000;
     this.#sleep = options.sleep ?? delay;

@@ -1,6 +1,6 @@
 """Credentials in the console: viewed and restricted to networks; never edited."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from django import forms

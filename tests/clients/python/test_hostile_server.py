@@ -215,6 +215,15 @@ def test_hostile_storm_of_429_ends_with_the_budget(mode: str) -> None:
         assert len(server.received) == calls + budget
 
 
+@MODES
+def test_call_with_the_defaults_outlives_a_restart_of_the_service(mode: str) -> None:
+    """Guarantee: a call is given up at its deadline, not after a few attempts, and pays once."""
+    away: list[Any] = [{"fault": "cut"}] * 5 + [{"status": 502, "text": ""}] * 5 + [{"status": 503, "text": ""}] * 5
+    with scripted_server(*away, {"status": 201, "body": {"order_token": "ord_1"}}) as server:
+        assert create_order(server.url, mode).status == 201
+        assert len({request.headers["idempotency-key"] for request in server.received}) == 1
+
+
 ODD: dict[str, bytes] = {
     "huge header": b"HTTP/1.1 200 OK\r\nX-Huge: " + b"x" * 2_000_000 + b"\r\n\r\n",
     "many headers": b"HTTP/1.1 200 OK\r\n" + b"X-Many: 1\r\n" * 100_000 + b"\r\n",
