@@ -117,6 +117,10 @@ class UseContext(models.Model):
         return f"{self.key_id} {self.source}: {self.outcome}"
 
 
+NO_EXPOSURE = (False,)
+"""For `is_exposure__in`. Django writes `is_exposure=False` as `NOT is_exposure`, for which SQLite uses no index."""
+
+
 class UseBucket(models.Model):
     """Uses in one context by time. This is the largest table, so it repeats no text.
 

@@ -62,7 +62,7 @@ def traffic_card(
 
 
 def sparklines_of(keys: Mapping[str, Collection[str]]) -> dict[str, Sparkline]:
-    """Return a line of the hourly uses in the last 24 hours for each credential. `keys`: ids of its usable keys."""
+    """Return a line of the hourly uses in the last 24 hours for each entry. `keys`: the ids of the keys in its sum."""
     now = datetime.now(UTC)
     counts = count_uses([key_id for ids in keys.values() for key_id in ids], now - _DAY, now, _SPARK_STEP)
     label = "requests of each hour in the last 24 hours: {:,} in total"
@@ -75,7 +75,7 @@ def sparklines_of(keys: Mapping[str, Collection[str]]) -> dict[str, Sparkline]:
 
 def day_uses(key: Key) -> SafeString:
     """Return the uses of a key in the last 24 hours: their number, and a line of each hour."""
-    line = sparklines_of([key.key_id])[key.key_id]
+    line = sparklines_of({key.key_id: [key.key_id]})[key.key_id]
     return format_html("{} {}", counted(int(sum(line.values)), "request"), line)
 
 

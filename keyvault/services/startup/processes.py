@@ -179,7 +179,7 @@ def measure(now: datetime, queues: Sequence[str]) -> dict[str, datetime]:
     meters.note_queue("issuance", IssuanceRequest.objects.filter(state=IssuanceState.APPROVED)[:_MAX_COUNTED].count())
     depth, age = 0, 0.0
     for is_urgent in (True, False):
-        due = WebhookDelivery.objects.filter(state=DeliveryState.DUE, is_urgent=is_urgent, due_at__lte=now)
+        due = WebhookDelivery.objects.filter(state=DeliveryState.DUE, is_urgent__in=[is_urgent], due_at__lte=now)
         depth += due[:_MAX_COUNTED].count()
         oldest = due.order_by("due_at").values_list("due_at", flat=True).first()
         age = age if oldest is None else max(age, (now - oldest).total_seconds())

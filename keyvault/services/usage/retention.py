@@ -18,7 +18,7 @@ from django.db.models import Max, OuterRef, Q, Subquery
 
 from keyvault.domain.sources import network_of, product_of
 from keyvault.models import KeySource, UsageReporter, UseBucket, UseContext
-from keyvault.models.usage import UseSpan
+from keyvault.models.usage import NO_EXPOSURE, UseSpan
 from keyvault.services.usage.recorder import add_to_buckets, lock_contexts
 from keyvault.services.work.deletion import MAX_DELETED
 
@@ -66,7 +66,7 @@ def roll_up(now: datetime) -> int:
 def _roll_up_batch(is_exposure: bool, level: _Level, now: datetime) -> int:
     """Move some buckets of one coarser period. Return how many were moved; other workers may hold the rest."""
     before = _floor(now - timedelta(days=level.kept_days), level.into)
-    fine = UseBucket.objects.filter(is_exposure=is_exposure, span=level.span)
+    fine = UseBucket.objects.filter(is_exposure__in=[is_exposure], span=level.span)
     of_age = fine.filter(minute__lt=before).order_by("minute").values_list("context_id", "minute")
     oldest = list(of_age[:_MAX_CONTEXTS])
     if not oldest:
@@ -153,7 +153,7 @@ def forget_old(now: datetime) -> None:
     """
     oldest = now - timedelta(days=settings.USAGE_DAYS)
     # The last use decides: a coarse bucket begins before it.
-    old = UseBucket.objects.filter(is_exposure=False, span__in=UseSpan, minute__lt=oldest, last_at__lt=oldest)
+    old = UseBucket.objects.filter(is_exposure__in=NO_EXPOSURE, span__in=UseSpan, minute__lt=oldest, last_at__lt=oldest)
     if ids := list(old.values_list("pk", flat=True)[:MAX_DELETED]):
         _forget_buckets(ids, oldest)
     long_ago = now - _GONE_KEPT_FOR

@@ -13,7 +13,7 @@ from django.db.models import QuerySet
 
 from keyvault.domain.environments import Environment
 from keyvault.models import UsageTotal, UseBucket, UseContext
-from keyvault.models.usage import UseOutcome, UseSpan
+from keyvault.models.usage import NO_EXPOSURE, UseOutcome, UseSpan
 from keyvault.services.work import leases
 from keyvault.services.work.deletion import delete_batch
 
@@ -53,7 +53,7 @@ def total_due(now: datetime) -> None:
 
 def _buckets(at: datetime, length: timedelta) -> QuerySet[UseBucket]:
     return UseBucket.objects.filter(
-        is_exposure=False, span=UseSpan.MINUTE, minute__gte=at, minute__lt=at + length
+        is_exposure__in=NO_EXPOSURE, span=UseSpan.MINUTE, minute__gte=at, minute__lt=at + length
     ).order_by()
 
 

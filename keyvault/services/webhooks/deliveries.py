@@ -159,7 +159,7 @@ def deliver_due(clock: Callable[[], datetime] = utc_now, send: Send = post) -> i
 
 def _has_due(now: datetime) -> bool:
     due = WebhookDelivery.objects.filter(state=DeliveryState.DUE, due_at__lte=now)
-    return any(due.filter(is_urgent=is_urgent).exists() for is_urgent in (True, False))
+    return any(due.filter(is_urgent__in=[is_urgent]).exists() for is_urgent in (True, False))
 
 
 def _attempt_all(
@@ -213,7 +213,7 @@ class EndpointTurns:
         finds the next one in the order of endpoints, whatever the backlog of each (`webhook_delivery_due`).
         """
         due = (
-            WebhookDelivery.objects.filter(state=DeliveryState.DUE, is_urgent=self.is_urgent, due_at__lte=now)
+            WebhookDelivery.objects.filter(state=DeliveryState.DUE, is_urgent__in=[self.is_urgent], due_at__lte=now)
             .select_related("notice__account", "endpoint__account__merchant", "endpoint__breaker")
             .order_by("endpoint_id", "due_at", "pk")
         )

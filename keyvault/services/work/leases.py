@@ -254,7 +254,8 @@ def take_due(queue: str, now: datetime, limit: int, *, is_urgent: bool) -> list[
 
     The statement that selects them makes them due again after REDISPATCH. Concurrent callers take different ones.
     """
-    due = WorkLease.objects.filter(queue=queue, is_urgent=is_urgent, due_at__lte=now)
+    # Django writes `is_urgent=False` as `NOT is_urgent`, for which SQLite uses no index.
+    due = WorkLease.objects.filter(queue=queue, is_urgent__in=[is_urgent], due_at__lte=now)
     if limit <= 0 or not due.exists():
         return []  # On SQLite the statement below would take the write lock.
     is_postgres = connection.vendor == "postgresql"
@@ -285,7 +286,7 @@ def measure_queue(queue: str, now: datetime) -> tuple[int, datetime | None]:
     waiting = rows.filter(due_since__isnull=False)
     depth, starts = waiting[:_MAX_COUNTED].count(), [waiting.aggregate(at=Min("due_since"))["at"]]
     for is_urgent in (True, False):
-        due = rows.filter(is_urgent=is_urgent, due_at__lte=now, due_since__isnull=True)
+        due = rows.filter(is_urgent__in=[is_urgent], due_at__lte=now, due_since__isnull=True)
         depth += due[:_MAX_COUNTED].count()
         starts.append(due.order_by("due_at").values_list("due_at", flat=True).first())
     return min(depth, _MAX_COUNTED), min((at for at in starts if at is not None), default=None)
