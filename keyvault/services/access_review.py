@@ -12,7 +12,6 @@ from django.db.models import QuerySet
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.roles import ROLE_PERMISSIONS, Role
-from keyvault.access.scopes import AccessScope
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Operator
 from keyvault.services.operators.operators import list_operators
@@ -93,9 +92,9 @@ class AccessLine:
     permissions: str
 
 
-def begin_review_export(grant: Grant, within: AccessScope) -> Iterator[dict[str, Any]]:
-    """Record that the operator exports the access review, and return its lines. `within`: the operator's scope."""
-    with recorded(grant, Permission.OPERATORS_READ, "access_review.exported", account=within):
+def begin_review_export(grant: Grant) -> Iterator[dict[str, Any]]:
+    """Record that the operator exports the access review of the whole installation, and return its lines."""
+    with recorded(grant, Permission.OPERATORS_READ, "access_review.exported"):
         pass
     return export_lines(grant.at)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
+from django.core.exceptions import PermissionDenied
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
@@ -14,7 +15,7 @@ from django.utils.safestring import SafeString
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import FOUR_EYES_ROLES, ROLE_PERMISSIONS, Role, permissions_of
-from keyvault.access.scopes import NOWHERE, AccessScope
+from keyvault.access.scopes import EVERYWHERE, NOWHERE, AccessScope
 from keyvault.admin.framework.accounts import MerchantsForm
 from keyvault.admin.framework.actions import (
     ActionResult,
@@ -249,7 +250,8 @@ class OperatorAdmin(ConsoleModelAdmin):
 
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
         context = super().list_context(request)
-        context["create_links"].append(Link("Access review", reverse("admin:keyvault_operator_review")))
+        if operator_of(request).scope == EVERYWHERE:
+            context["create_links"].append(Link("Access review", reverse("admin:keyvault_operator_review")))
         return context
 
     def summary(self, row: Operator) -> FactTable:
@@ -316,6 +318,7 @@ class OperatorAdmin(ConsoleModelAdmin):
     # --- the access review --------------------------------------------------------------------------------
 
     def _review_view(self, request: HttpRequest) -> HttpResponse:
+        _require_everywhere(request)
         rows = BoundedPaginator(list_reviewed(), _PAGE).get_page(request.GET.get("page"))
         here = reverse("admin:keyvault_operator_review")
         links = [Link("Export as CSV", reverse("admin:keyvault_operator_export"))]
@@ -359,16 +362,22 @@ class OperatorAdmin(ConsoleModelAdmin):
 
     def _export_view(self, request: HttpRequest) -> HttpResponse:
         """Return the review as a file. Each export is in the audit log."""
-        within = operator_of(request).scope
-        allowed = grant_for(request, P.OPERATORS_READ, within=within)
+        _require_everywhere(request)
+        allowed = grant_for(request, P.OPERATORS_READ, within=EVERYWHERE)
         return HttpResponse(
-            format_csv(begin_review_export(allowed, within)),
+            format_csv(begin_review_export(allowed)),
             content_type="text/csv; charset=utf-8",
             headers={
                 "Cache-Control": "no-store",
                 "Content-Disposition": f'attachment; filename="access-review-{allowed.at:%Y-%m-%d}.csv"',
             },
         )
+
+
+def _require_everywhere(request: HttpRequest) -> None:
+    """Refuse an operator with a smaller scope, as the list of operators shows it no row. Raises PermissionDenied."""
+    if operator_of(request).scope != EVERYWHERE:
+        raise PermissionDenied
 
 
 def _second_factor(access: OperatorAccess) -> SafeString:

@@ -234,7 +234,7 @@ def _approve_together(request: HttpRequest, reviewed: Sequence[ReviewedRow]) -> 
                 messages.append(result.message)
     except KeyvaultError as error:
         _log.info("refused", extra={"code": error.code, "internal": error.internal, "path": request.path})
-        raise _refusal(reviewed[len(messages)], error.detail) from error
+        raise _refusal(reviewed[min(len(messages), len(reviewed) - 1)], error.detail) from error
     except IntegrityError as error:
         # Two concurrent changes: a constraint or trigger refused what a rule had allowed.
         _log.warning("refused by the database", exc_info=True, extra={"path": request.path})

@@ -201,6 +201,16 @@ def test_access_review_lists_roles_with_their_use(desk: Desk) -> None:
     assert list(used) == [("auditor", "auditor")]
 
 
+def test_access_review_is_for_operators_of_the_whole_installation(desk: Desk) -> None:
+    """Guarantee: an operator with a scope learns no other operator's name, roles or scope."""
+    limited = make_operator("limited", Role.AUDITOR, scope=AccessScope(frozenset({"globex"})))
+    client = browser(limited)
+    for name in ("keyvault_operator_review", "keyvault_operator_export"):
+        assert client.get(address(name)).status_code == 403
+    assert "Access review" not in text_of(client.get(address("keyvault_operator_changelist")))
+    assert not AuditEntry.objects.filter(event="access_review.exported").exists()
+
+
 def test_access_review_is_paged(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keyvault.admin.operators.operators._PAGE", 2)
     client, review = browser(desk.auditor), address("keyvault_operator_review")

@@ -628,7 +628,7 @@ def _export(scene: Scene) -> Callable[[], object]:
 
 
 def _export_review(scene: Scene) -> Callable[[], object]:
-    return lambda: access_review.begin_review_export(grant(scene.admin, P.OPERATORS_READ), EVERYWHERE)
+    return lambda: access_review.begin_review_export(grant(scene.admin, P.OPERATORS_READ))
 
 
 ACTIONS: dict[str, Action] = {
