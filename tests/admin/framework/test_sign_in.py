@@ -426,7 +426,7 @@ def test_sign_in_alarm_is_shown_and_marked_in_the_inbox(desk: Desk) -> None:
     """An alarm without a merchant has its page and leaves the list like any other."""
     fail(address="192.0.2.8")
     client = browser(desk.admin)
-    assert "operator.locked" in text_of(client.get("/admin/"))
+    assert "Operator locked" in text_of(client.get("/admin/"))
     listed = text_of(client.get("/admin/keyvault/notice/"))
     assert "operator.locked" in listed
     alarm = Notice.objects.get(kind="operator.locked")

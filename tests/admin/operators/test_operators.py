@@ -11,7 +11,7 @@ from keyvault.access.scopes import EVERYWHERE, NOWHERE, AccessScope
 from keyvault.models import AuditEntry, Operator, OperatorChange, OperatorChangeState, RoleUse
 from keyvault.services.sessions.role_uses import role_uses
 from tests.admin.desk import Desk, address, browser, hidden, text_of
-from tests.factories import SANDBOX, make_operator
+from tests.factories import SANDBOX, make_merchant, make_operator
 
 pytestmark = pytest.mark.django_db
 
@@ -203,6 +203,7 @@ def test_access_review_lists_roles_with_their_use(desk: Desk) -> None:
 
 def test_access_review_is_for_operators_of_the_whole_installation(desk: Desk) -> None:
     """Guarantee: an operator with a scope learns no other operator's name, roles or scope."""
+    make_merchant("globex")
     limited = make_operator("limited", Role.AUDITOR, scope=AccessScope(frozenset({"globex"})))
     client = browser(limited)
     for name in ("keyvault_operator_review", "keyvault_operator_export"):
