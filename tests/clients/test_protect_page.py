@@ -23,7 +23,7 @@ from tests.environment import ROOT
 from tests.factories import account, issue, make_merchant, make_token
 from tests.fuzz.drive import UNLIMITED
 from tests.fuzz.served import serving
-from tests.servers.gateways import find_gateway
+from tests.servers.gateways import find_gateway, is_configured
 from tests.servers.nginx import find_nginx
 
 PAGE = ROOT / "docs" / "how-to" / "protect-your-service.md"
@@ -117,7 +117,7 @@ def running(section: Section, folder: Path, service: Service) -> Iterator[Exampl
         )
     try:
         deadline = time.monotonic() + START_SECONDS
-        while not all(map(listens, ports.values())):
+        while not all(map(listens, ports.values())) or not is_configured(ports["9000"]):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)

@@ -6,9 +6,12 @@ import sys
 
 import pytest
 
-from tests.environment import ROOT
+from tests.environment import FOLDER, ROOT
 
 pytestmark = pytest.mark.long
+
+OF_THIS_RUN = {"PYTEST_XDIST_WORKER", FOLDER, "DJANGO_SETTINGS_MODULE"}
+"""Variables of the tests, which lay a place of their own for the command."""
 
 
 @pytest.mark.timeout(600)
@@ -17,7 +20,8 @@ def test_fleet_takes_up_a_replacement_while_the_service_is_killed_and_started_ag
     done = subprocess.run(
         [sys.executable, "-m", "tests.fleet", "killed", "--processes", "3"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "clients" / "python")},
+        env={name: value for name, value in os.environ.items() if name not in OF_THIS_RUN}
+        | {"PYTHONPATH": str(ROOT / "clients" / "python")},
         capture_output=True,
         text=True,
         check=False,

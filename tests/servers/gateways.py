@@ -25,7 +25,8 @@ def find_gateway(name: str) -> Path | None:
     return Path(found) if found else next(INSTALLED.glob(PLACES[name]), None)
 
 
-def _answers(port: int) -> bool:
+def is_configured(port: int) -> bool:
+    """Return whether a server answers there, and is no Traefik that has not read its configuration yet."""
     connection = HTTPConnection("127.0.0.1", port, timeout=1)
     try:
         connection.request("GET", "/")
@@ -49,7 +50,7 @@ def gateway_server(name: str, arguments: Callable[[Place], Sequence[str]]) -> It
         return Plan(
             url=f"http://127.0.0.1:{place.port}",
             serve=[str(binary), *arguments(place)],
-            is_ready=lambda: _answers(place.port),
+            is_ready=lambda: is_configured(place.port),
             stop_signal=signal.SIGTERM,
         )
 
