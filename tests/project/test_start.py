@@ -209,6 +209,12 @@ def test_start_after_setup_works(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_collections_of_garbage_leave_out_what_the_server_has_loaded(folder: Path) -> None:
+    """Guarantee: no full collection delays the requests of merchants for as long as the visit of all modules takes."""
+    count = "import gc, keyvault.project.asgi; print(len(gc.get_objects()) < gc.get_freeze_count() / 10)"
+    assert run(["-c", count], folder).stdout.strip() == "True"
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
