@@ -155,7 +155,7 @@ class RotationAdmin(ConsoleModelAdmin):
     create_actions = (REQUEST,)
     row_actions = ROW_ACTIONS
 
-    list_display = ("rotation_id", "state_badge", "account", "label", "requested_by", "created")
+    list_display = ("rotation_id", "state_badge", "account_name", "label", "requested_by", "created")
     list_filter = ("state", "account_environment", BYPASS_FILTER, BLOCKED_FILTER, COLLECTION_FILTER)
     search_fields = (
         "=rotation_id",
@@ -182,7 +182,8 @@ class RotationAdmin(ConsoleModelAdmin):
             "requested_via",
         )
 
-    def account(self, row: Rotation) -> str:
+    @admin.display(description="account")
+    def account_name(self, row: Rotation) -> str:
         return str(row.credential.account)
 
     def label(self, row: Rotation) -> str:

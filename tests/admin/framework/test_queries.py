@@ -42,6 +42,14 @@ def test_queries_of_every_page_are_few(desk: Desk, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("model_admin", admin.site._registry.values(), ids=lambda each: each.opts.model_name)
+def test_queries_no_column_is_hidden_by_a_relation(model_admin: ConsoleModelAdmin) -> None:
+    """Guarantee: no list reads a row for each of its rows: Django prefers a model's field to a column's method."""
+    relations = {field.name for field in model_admin.opts.get_fields() if field.is_relation}
+    columns = [name for name in model_admin.list_display if isinstance(name, str) and hasattr(type(model_admin), name)]
+    assert relations.isdisjoint(columns)
+
+
+@pytest.mark.parametrize("model_admin", admin.site._registry.values(), ids=lambda each: each.opts.model_name)
 def test_queries_no_form_lists_rows(model_admin: ConsoleModelAdmin) -> None:
     """Guarantee: no form has a choice for each row of a table."""
     actions: list[Any] = [*model_admin.row_actions, *model_admin.create_actions]

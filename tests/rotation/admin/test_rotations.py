@@ -4,6 +4,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.issuance import Delivery
@@ -19,6 +21,7 @@ from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.admin.desk import SHAPED, Desk, address, browser, dump, hidden, set_up_desk, text_of
 from tests.factories import grant, issue, now
+from tests.rotation import scene
 
 UNTOUCHED = {"at_deadline": "stall", "reinstatement": "once", "time_zone": "UTC"}
 """The form data when only the required fields were filled in."""
@@ -241,3 +244,17 @@ def test_rotation_of_a_dead_key_is_not_offered(desk: Desk) -> None:
     offer = f"{address('rotation_rotation_request')}?credential={dead.credential_id}"
     assert offer not in text_of(client.get(address("keyvault_credential_change", dead.credential_id)))
     assert dead.credential_id not in text_of(client.get(address("rotation_rotation_request")))
+
+
+def test_list_of_rotations_makes_no_query_for_each_row(desk: Desk) -> None:
+    """Guarantee: the list costs the same for one rotation as for a page of them."""
+    client, counts = browser(desk.admin), []
+    client.get(address("rotation_rotation_changelist"))
+    for number in range(3):
+        key = scene.issue(scene.account(), now(), label=f"key {number}")[0]
+        rotation = scene.rotate(key.credential, now())
+        advance_rotation(rotation.rotation_id, now)
+        with CaptureQueriesContext(connection) as made:
+            assert f"key {number}" in text_of(client.get(address("rotation_rotation_changelist")))
+        counts.append(len(made))
+    assert counts[0] == counts[2], counts
