@@ -22,6 +22,31 @@ from .front import Answer, Gateway, Upstream, echoing
 ORDERS = "/sandbox/merchants/orders"
 CONFIGURATION = "/sandbox/client/configuration"
 
+AMBIGUOUS_PATHS = (
+    "/sandbox/merchants%2forders",
+    "/sandbox/merchants%2Forders",
+    "/sandbox/merchants/%6frders",
+    "/sandbox/x/../merchants/orders",
+    "/sandbox/x/%2e%2e/merchants/orders",
+    "/sandbox/./merchants/orders",
+    "/sandbox/merchants//orders",
+    "//sandbox/merchants/orders",
+    "/sandbox/merchants/orders/",
+    "/sandbox/merchants/orders/.",
+    "/sandbox/merchants/orders;x",
+    "/sandbox;x/merchants/orders",
+    "/sandbox/merchants/orders%3b",
+    "/sandbox/merchants/orders%20",
+    "/sandbox/merchants/orders%3fx",
+    "/sandbox/merchants/orders%ff",
+    "/sandbox/merchants/orders\xe9",
+    "/sandbox/merchants\\orders",
+    "/sandbox/merchants/orders#x",
+    "/sandbox/Merchants/orders",
+    "/_keyvault/../sandbox/merchants//orders",
+)
+"""Paths that some servers read as ORDERS. Keyvault knows none of them."""
+
 StartGateway = Callable[..., AbstractContextManager[Gateway]]
 """Starts a gateway with a token, `keyvault=` and `upstream=` as ports."""
 

@@ -15,6 +15,7 @@ from tests.servers.gateways import find_gateway
 
 from .front import echoing, envoy_gateway, traefik_gateway
 from .scene import (
+    AMBIGUOUS_PATHS,
     CONFIGURATION,
     ORDERS,
     Scene,
@@ -93,30 +94,8 @@ def gateway_passes_on_no_identity_with_underscores(scene: Scene) -> None:
 def gateway_judges_the_path_that_the_upstream_gets(scene: Scene) -> None:
     """Guarantee: the gateway rewrites an ambiguous path before Keyvault judges it, or Keyvault refuses it."""
     key = f"X-Api-Key: {scene.key}"
-    for path in (
-        "/sandbox/merchants%2forders",
-        "/sandbox/merchants/%6frders",
-        "/sandbox/x/../merchants/orders",
-        "/sandbox/x/%2e%2e/merchants/orders",
-        "/sandbox/./merchants/orders",
-        "/sandbox/merchants//orders",
-        "//sandbox/merchants/orders",
-        "/sandbox/merchants/orders/",
-        "/sandbox/merchants/orders/.",
-        "/sandbox/merchants/orders;x",
-        "/sandbox/merchants/orders%3b",
-        "/sandbox/merchants/orders%20",
-        "/sandbox/merchants/orders%3fx",
-        "/sandbox/merchants/orders%ff",
-        "/sandbox/merchants/orders\xe9",
-        "/sandbox/merchants\\orders",
-        "/sandbox/merchants/orders#x",
-        "/sandbox/Merchants/orders",
-        "/sandbox/merchants/orders%00",
-        "/sandbox/merchants/orders%",
-        "/../sandbox/merchants/orders",
-        "x",
-    ):
+    unreadable = ("/sandbox/merchants/orders%00", "/sandbox/merchants/orders%", "/../sandbox/merchants/orders", "x")
+    for path in (*AMBIGUOUS_PATHS, *unreadable):
         answer = scene.gateway.send(key, path=path)
         passed = [seen.path for seen in scene.upstream.seen]
         scene.upstream.seen.clear()

@@ -70,7 +70,7 @@ class RemoteFollower(BackgroundThread):
     _round_trip: float = 0.0
     _failures: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held while a reply is applied, so that a later one cannot be vouched for before it."""
+    """Held while a reply is applied: no later reply makes the memory fresh before that."""
     _applied: threading.Event = field(default_factory=threading.Event)
     """Set while something is applied and not confirmed."""
 

@@ -158,7 +158,7 @@ def test_lost_confirmation_is_sent_again() -> None:
 
 
 def test_reply_to_a_read_from_before_a_new_start_changes_nothing() -> None:
-    """Guarantee: two threads read. A late reply of one never vouches for a memory that the other has dropped."""
+    """Guarantee: two threads read. A late reply of one never makes fresh a memory that the other has dropped."""
     follower: RemoteFollower
     central = Central(page(7), lambda: follower.start_again(), page(9, ("key", "k1")))
     follower, memory = following(central)
