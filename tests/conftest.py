@@ -161,6 +161,22 @@ def one_installation() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def generation_of_the_data_folder() -> Iterator[None]:
+    """A test with a data folder of its own also has its own generation; pytest deletes the folder afterwards."""
+    from django.test.signals import setting_changed
+
+    from keyvault.services.recording.changes import generation
+
+    def forget(setting: str, **rest: object) -> None:
+        if setting == "DATA_DIR":
+            generation.cache_clear()
+
+    setting_changed.connect(forget)
+    yield
+    setting_changed.disconnect(forget)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def passwords_hashed_cheaply() -> Iterator[None]:
     """Commands and pages hash passwords of tests like `make_operator`, with one iteration."""
     from .factories import cheap_password_hashes

@@ -43,7 +43,6 @@ from keyvault.services.merchants.merchants import create_merchant, find_account
 from keyvault.services.operators.operators import create_operator
 from keyvault.services.peppers.ring import ensure_peppers, list_served_sets, load_peppers
 from keyvault.services.recording.authorization import authorize, operator_principal
-from keyvault.services.recording.changes import generation
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.secrets.stored_copies import read_string
 from keyvault.services.tokens.service_tokens import DEFAULT_DAYS, create_service_token
@@ -108,10 +107,9 @@ def own_keystore(folder: Path) -> Iterator[None]:
 
 
 def forget_keystore() -> None:
-    """Forget the open backend, the loaded peppers and the data folder's generation, as in a new process."""
+    """Forget the open backend and the loaded peppers, as in a new process."""
     secret_backend.cache_clear()
     load_peppers.cache_clear()
-    generation.cache_clear()
 
 
 def grant(
