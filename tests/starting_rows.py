@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,9 +100,18 @@ def _read_rows() -> dict[str, Rows]:
         filled = sorted(table for (table,) in cursor.fetchall())
         found = {}
         for table in filled:
-            cursor.execute(f'SELECT * FROM "{table}" ORDER BY 1')  # noqa: S608  a table of ours
+            cursor.execute(f'SELECT {_columns()[table]} FROM "{table}" ORDER BY 1')  # noqa: S608  a table of ours
             found[table] = cursor.fetchall()
     return found
+
+
+@cache
+def _columns() -> dict[str, str]:
+    """Return the quoted columns of each table. Their order in the table changes when a test rebuilds it."""
+    return {
+        model._meta.db_table: ", ".join(f'"{field.column}"' for field in model._meta.local_concrete_fields)
+        for model in apps.get_models(include_auto_created=True)
+    }
 
 
 def _parents_first() -> list[str]:
@@ -121,7 +131,8 @@ def _insert(rows_of_tables: dict[str, Rows]) -> None:
         for table, rows in rows_of_tables.items():
             row = "(" + ", ".join(["%s"] * len(rows[0])) + ")"
             values = [value for each in rows for value in each]
-            cursor.execute(f'INSERT INTO "{table}" VALUES {", ".join([row] * len(rows))}', values)  # noqa: S608  a table of ours
+            places = ", ".join([row] * len(rows))
+            cursor.execute(f'INSERT INTO "{table}" ({_columns()[table]}) VALUES {places}', values)  # noqa: S608  a table of ours
 
 
 @contextmanager

@@ -374,8 +374,10 @@ class RotationAdmin(ConsoleModelAdmin):
             ],
             empty="No rotations yet. Request one to replace the key.",
         )
-        is_open = any(S(item.state) not in CLOSED for item in rotations)
-        if is_open or not may(request, P.ROTATIONS_WRITE, credential.account):
+        current = next((item for item in rotations if S(item.state) not in CLOSED), None)
+        if current is not None:
+            return Extras(links=[Link("Open rotation", self.url_of(current))], sections=[table])
+        if not may(request, P.ROTATIONS_WRITE, credential.account):
             return Extras(sections=[table])
         if credential.keys.filter(state=KeyState.ACTIVE).count() != 1:
             return Extras(sections=[table])

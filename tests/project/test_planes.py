@@ -101,6 +101,7 @@ def test_session_cookie_is_not_read_where_the_console_is_not_served(
     assert not answer.cookies
 
 
+@pytest.mark.django_db
 def test_static_files_are_served_with_the_console_or_the_documentation(client: Client, settings: Any) -> None:
     path = "/static/admin/css/base.css"
     for planes, docs, status in (

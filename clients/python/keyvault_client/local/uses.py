@@ -48,13 +48,14 @@ class Uses:
     def __init__(self) -> None:
         self._rows: dict[UseKey, _Row] = {}
         self._waiting: deque[list[dict[str, Any]]] = deque()
+        self._waiting_rows = 0
         self._number = 0
         self._unanswered: Report | None = None
         self._flushed_through = self._through = time.time()
 
     @property
     def has_room(self) -> bool:
-        return len(self._rows) + sum(map(len, self._waiting)) < MAX_ROWS
+        return len(self._rows) + self._waiting_rows < MAX_ROWS
 
     def count(self, key: UseKey, at: float) -> None:
         row = self._rows.get(key)
@@ -68,6 +69,7 @@ class Uses:
         """Take what was counted. Every use until `at` is in the reports that follow."""
         rows, self._rows, self._through = self._rows, {}, at
         described = [_describe(key, row) for key, row in rows.items() if at - row.first_at < _MAX_AGE_SECONDS]
+        self._waiting_rows += len(described)
         size = 0
         for number, row in enumerate(described):
             length = len(json.dumps(row)) + len(", ")
@@ -84,6 +86,7 @@ class Uses:
         """
         if self._unanswered is None:
             rows = self._waiting.popleft() if self._waiting else []
+            self._waiting_rows -= len(rows)
             # Only the last report may say that everything is flushed.
             through = self._flushed_through if self._waiting else self._through
             self._unanswered = Report(self._number + 1, through, rows)
@@ -97,8 +100,9 @@ class Uses:
     def drop(self, numbers: set[int]) -> None:
         """Drop rows of the report that the service has refused, and not stored; all of them if it names none."""
         if self._unanswered is not None:
-            rows = self._unanswered.rows
-            self._waiting.appendleft([row for number, row in enumerate(rows) if numbers and number not in numbers])
+            kept = [row for number, row in enumerate(self._unanswered.rows) if numbers and number not in numbers]
+            self._waiting.appendleft(kept)
+            self._waiting_rows += len(kept)
             self._unanswered = None
 
 
