@@ -43,7 +43,7 @@ from tests.admin.framework.test_enforcement import OPEN, patterns
 from tests.bench import scale_rows
 from tests.bench.scale_rows import Samples, Size
 from tests.factories import grant, make_operator, make_token
-from tests.plans import SlowQueries, list_plan_faults, multiply_statistics
+from tests.plans import SlowQueries, empty_files, list_plan_faults, multiply_statistics
 from tests.rotation import scene
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
@@ -94,6 +94,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(300)  # explains some thousand queries
 def test_no_job_and_no_request_reads_a_large_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: the cost of a periodic job or a request does not grow with the number of keys, uses or changes."""
+    empty_files()
     samples = scale_rows.load(SIZE)
     multiply_statistics(FACTOR)
     queries = SlowQueries()
