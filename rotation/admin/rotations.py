@@ -174,13 +174,15 @@ class RotationAdmin(ConsoleModelAdmin):
         is_unreviewed = Exists(_UNREVIEWED.filter(subject=OuterRef("pk")))
         rows: QuerySet[Any] = super().get_queryset(request).annotate(is_unreviewed=is_unreviewed)
         return rows.select_related(
-            "credential__account__merchant",
-            "predecessor__credential__account",
-            "predecessor__use",
-            "replacement__credential__account",
-            "requester",
-            "requested_via",
+            "credential__account__merchant", "predecessor__use", "replacement", "requester", "requested_via"
         )
+
+    def find_row(self, request: HttpRequest, object_id: str) -> Rotation:
+        """Load the rotation; its keys have its credential, which no list needs. Raises NotFoundError."""
+        row: Rotation = super().find_row(request, object_id)
+        for key in filter(None, (row.predecessor, row.replacement)):
+            key.credential = row.credential
+        return row
 
     @admin.display(description="account")
     def account_name(self, row: Rotation) -> str:

@@ -117,8 +117,8 @@ class RecipientKeyAdmin(ConsoleModelAdmin):
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.RECIPIENTS_APPROVE):
-            pending = list_pending(datetime.now(UTC)).exclude(approvals__person=operator_of(request).person)
-            rows = self.get_queryset(request).filter(pk__in=pending.values("pk")).order_by("created_at")
+            rows = list_pending(self.get_queryset(request), datetime.now(UTC))
+            rows = rows.exclude(approvals__person=operator_of(request).person)
             yield self.approval("Recipient keys that apply later", rows, "", "plain")
 
     def line_of(self, row: RecipientKey) -> Line:

@@ -109,10 +109,9 @@ def is_pending(recipient: RecipientKey, now: datetime) -> bool:
     return recipient.withdrawn_at is None and recipient.applies_at > now
 
 
-def list_pending(now: datetime) -> QuerySet[RecipientKey]:
-    """Return the keys that do not apply yet, oldest first."""
-    rows: QuerySet[RecipientKey] = RecipientKey.objects.filter(withdrawn_at__isnull=True, applies_at__gt=now)
-    return rows.order_by("applies_at")
+def list_pending(rows: QuerySet[RecipientKey], now: datetime) -> QuerySet[RecipientKey]:
+    """Return those of the keys that do not apply yet, in the order in which they will."""
+    return rows.filter(withdrawn_at__isnull=True, applies_at__gt=now).order_by("applies_at")
 
 
 def find_recipient(credential: Credential, requested_at: datetime) -> str | None:

@@ -7,6 +7,7 @@ from django.db.models import Q
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.timestamps import format_timestamp
+from keyvault.models import Credential, Key
 from keyvault.services.usage.reports import MAX_USERS, has_more_users, list_users
 from rotation.domain.events import RotationState
 from rotation.domain.silence import AwaitedSource
@@ -137,10 +138,17 @@ def about(rotation: Rotation) -> dict[str, JsonValue]:
 
 
 def _find(wanted: Q) -> Rotation | None:
-    """Find the newest matching rotation, with all that its keys need, in one query."""
-    rows = Rotation.objects.select_related("account", "credential__account__merchant", "predecessor", "replacement")
-    rotation: Rotation | None = rows.filter(wanted).order_by("-created_at").first()
+    """Find the newest matching rotation, with all that its keys need.
+
+    Three queries: PostgreSQL plans the join of all seven tables for longer than it takes to read the rows.
+    """
+    rotation: Rotation | None = Rotation.objects.filter(wanted).order_by("-created_at").first()
     if rotation is not None:
-        for key in filter(None, (rotation.predecessor, rotation.replacement)):
-            key.credential = rotation.credential
+        credential = Credential.objects.select_related("account__merchant").get(pk=rotation.credential_id)
+        keys = Key.objects.in_bulk([pk for pk in (rotation.predecessor_id, rotation.replacement_id) if pk is not None])
+        for key in keys.values():
+            key.credential = credential
+        rotation.account, rotation.credential = credential.account, credential
+        rotation.predecessor = keys[rotation.predecessor_id]
+        rotation.replacement = None if rotation.replacement_id is None else keys[rotation.replacement_id]
     return rotation
