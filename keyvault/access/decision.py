@@ -11,6 +11,7 @@ from keyvault.access.catalog import Bearer, Endpoint, NoMatchingEndpoint
 from keyvault.access.customers import Customer, CustomerFault
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import KeyHolder, OperatorPrincipal, Principal, Service, System
+from keyvault.access.roles import Role, roles_with
 from keyvault.access.rules import EndpointRequest, EndpointRule, OperationRule, Rule, Target
 from keyvault.domain.errors import ABSENT
 from keyvault.domain.errors import ErrorCode as Code
@@ -102,11 +103,10 @@ def _holds_permission(rule: OperationRule, principal: Principal, target: Target)
     held = _KEY_PERMISSIONS[principal.kind] if isinstance(principal, KeyHolder) else principal.permissions
     if rule.permission in held:
         return None
-    return Denial(
-        Code.PERMISSION_MISSING,
-        f"This requires the permission {rule.permission}.",
-        internal=f"{principal.actor} lacks {rule.permission}",
-    )
+    detail = f"This requires the permission {rule.permission}."
+    if isinstance(principal, OperatorPrincipal) and (roles := sorted(roles_with(rule.permission, frozenset(Role)))):
+        detail += f" Roles that have it: {', '.join(roles)}."
+    return Denial(Code.PERMISSION_MISSING, detail, internal=f"{principal.actor} lacks {rule.permission}")
 
 
 def _within_scope(rule: OperationRule, principal: Principal, target: Target) -> Denial | None:

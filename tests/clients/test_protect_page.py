@@ -79,7 +79,7 @@ def variables(service: Service) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
     return own | {
         "URL": service.url,
-        "SERVICE_TOKEN": service.token,
+        "SHOP_TOKEN": service.token,
         "CHECKOUT": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT / 'clients' / 'python'}:{ROOT}",

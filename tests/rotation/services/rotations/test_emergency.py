@@ -339,7 +339,10 @@ def test_leak_reported_without_permission_revokes_nothing(clock: Clock) -> None:
     key, _ = scene.first_key(clock())
     auditor = make_operator("auditor", Role.AUDITOR)
     (response,) = leaked(clock, key.key_id, by=auditor)
-    assert response.fault == "This requires the permission keys:report_compromise."
+    assert response.fault == (
+        "This requires the permission keys:report_compromise."
+        " Roles that have it: incident_responder, key_administrator."
+    )
     assert state_of(key) == "active"
 
 
