@@ -378,7 +378,7 @@ class RotationAdmin(ConsoleModelAdmin):
         )
         current = next((item for item in rotations if S(item.state) not in CLOSED), None)
         if current is not None:
-            return Extras(links=[Link("Open rotation", self.url_of(current))], sections=[table])
+            return Extras(links=[Link("Show rotation", self.url_of(current))], sections=[table])
         if not may(request, P.ROTATIONS_WRITE, credential.account):
             return Extras(sections=[table])
         if credential.keys.filter(state=KeyState.ACTIVE).count() != 1:
