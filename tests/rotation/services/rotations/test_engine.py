@@ -69,7 +69,7 @@ def test_rotation_by_acknowledgement_deploys_before_it_revokes(clock: Clock, ver
     assert None not in (rotation.accepted_at, rotation.delivered_at, rotation.used_at, rotation.silent_at)
 
 
-MAX_QUERIES = 190
+MAX_QUERIES = 195
 """Maximum statements of the four turns of a rotation by acknowledgement, with BEGIN, COMMIT and savepoints.
 
 Statements take most of a turn's processor time, so their number bounds the rotations that a worker completes a second.
