@@ -338,7 +338,7 @@ def remedies_of(row: Rotation, advice: Advice, offered: Collection[str]) -> Iter
 # --- tables -------------------------------------------------------------------------------------------------
 
 
-def key_or_nothing(key: Key | None) -> SafeString | str:
+def key_or_nothing(key: Key | str | None) -> SafeString | str:
     return NOTHING if key is None else key_link(key)
 
 

@@ -356,11 +356,12 @@ class RotationAdmin(ConsoleModelAdmin):
     # --- on other pages -----------------------------------------------------------------------------------
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """Add the rotations of a credential or key to its page, and a link to request one."""
+        """Add the rotations of a credential or key to its page, and a link to the open one or to request one."""
         if not isinstance(row, Credential | Key) or not self.has_view_permission(request):
             return None
         credential = row if isinstance(row, Credential) else row.credential
-        rotations = self.get_queryset(request).filter(credential=credential).order_by("-created_at")[:20]
+        rows = self.get_queryset(request).filter(credential=credential).select_related(None)
+        rotations = rows.order_by("-created_at")[:20]
         table = Table(
             "Rotations",
             ["rotation", "state", "old key", "replacement", "requested"],
@@ -368,8 +369,8 @@ class RotationAdmin(ConsoleModelAdmin):
                 [
                     link(self.url_of(item), item),
                     self.state_badge(item),
-                    key_or_nothing(item.predecessor),
-                    key_or_nothing(item.replacement),
+                    key_or_nothing(item.predecessor_id),
+                    key_or_nothing(item.replacement_id),
                     moment(item.created_at),
                 ]
                 for item in rotations

@@ -309,8 +309,9 @@ class KeyAdmin(ConsoleModelAdmin):
         )
 
 
-def key_link(key: Key) -> SafeString:
-    return link(reverse("admin:keyvault_key_change", args=[key.key_id]), mono(key))
+def key_link(key: Key | str) -> SafeString:
+    """Return a link to the page of a key, which may be given by its id."""
+    return link(reverse("admin:keyvault_key_change", args=[str(key)]), mono(key))
 
 
 def _life(key: Key) -> Iterable[tuple[str, Any]]:

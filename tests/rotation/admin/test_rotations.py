@@ -93,6 +93,16 @@ def test_rotation_requested_with_an_invalid_field_shows_the_error(desk: Desk, fi
     assert not Rotation.objects.exists()
 
 
+def test_credential_and_key_with_an_open_rotation_link_to_it(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    rotation, client = asked(desk, key), browser(desk.tam)
+    for page in (address("keyvault_key_change", key.pk), address("keyvault_credential_change", key.credential_id)):
+        shown = text_of(client.get(page))
+        url = address("rotation_rotation_change", rotation.pk)
+        assert f'<a class="button" href="{url}">Show rotation</a>' in shown
+        assert address("rotation_rotation_request") not in shown
+
+
 def test_rotation_requested_twice_is_a_conflict(desk: Desk) -> None:
     key, _ = issue(desk.production)
     asked(desk, key)
