@@ -72,8 +72,9 @@ class Scale:
             results["tables"] = run_command(processes[sizes[1]], "sizes")
             for turn in range(1, self._options.rounds + 1):
                 results["idle"].append([run_command(process, "idle 3") for process in processes.values()])
-                worst = max(_ratios(results["idle"][-1]).values())
-                report(f"  periodic jobs, round {turn}: the worst ratio is {number(worst)}")
+                ratios = _ratios(results["idle"][-1])
+                worst = max(ratios, key=lambda name: ratios[name])
+                report(f"  periodic jobs, round {turn}: the worst ratio is {number(ratios[worst])}, of {worst}")
             results["pages"] = [run_command(process, "pages") for process in processes.values()]
             results["revoke"] = [run_command(process, f"revoke {REPEATS}") for process in processes.values()]
             results["repeat"] = [run_command(process, f"repeat {REPEATS}") for process in processes.values()]
