@@ -45,8 +45,9 @@ def _skip_quarantine(facts: Facts, now: datetime) -> Wait | Move | RotationActio
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_service_simulation_notices_a_skipped_quarantine() -> None:
-    """The simulator can fail on the real engine, too."""
+    """The simulator can fail on the real engine, too. Not every seed comes to a quarantine in so few steps."""
     with mock.patch.object(engine, "next_step", _skip_quarantine):
-        result = _run(5, 1_200)
-    assert result.violation is not None
-    assert "without a whole quarantine" in result.violation.what
+        found = (result.violation for seed in range(5, 20) if (result := _run(seed, 1_200)).violation is not None)
+        violation = next(found, None)
+    assert violation is not None
+    assert "without a whole quarantine" in violation.what
