@@ -98,7 +98,11 @@ class _MerchantLogic:
                 return answer
             if may_reload and answer.status == 401 and answer.code in _RELOADS:
                 may_reload = False
-                reloaded = yield from self._reload(key, call, deadline)
+                try:
+                    reloaded = yield from self._reload(key, call, deadline)
+                except (KeySourceError, RefusedError) as error:
+                    # The caller needs the service's answer; a source without a usable key is why it stands.
+                    raise answer from error
                 if reloaded is not None:
                     key = reloaded
                     attempt += 1

@@ -2,15 +2,20 @@
 
 import logging
 import pickle
+import socket
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from keyvault_client import (
+    AsyncMerchantClient,
     AuthenticationError,
+    CallableKey,
     EnvironmentKey,
     FileKey,
     KeySourceError,
@@ -18,13 +23,15 @@ from keyvault_client import (
     MerchantClient,
     RateLimitedError,
     RefusedError,
+    Response,
     VaultKey,
 )
+from keyvault_client.effects import KeySource
 from keyvault_client.rotate_agent import Agent
 from keyvault_client.sealed import create_recipient_key
 
 from .feed_service import key_string
-from .scripted_server import ScriptedServer, scripted_server
+from .scripted_server import ReceivedRequest, ScriptedServer, render, scripted_server
 
 OLD, NEW = key_string(1), key_string(2)
 YES = {"status": 200, "body": {"ok": True}}
@@ -44,6 +51,87 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+class Face:
+    """The sync client, or the async one on the event loop of a portal, behind one interface."""
+
+    def __init__(self, client: Any, portal: BlockingPortal | None) -> None:
+        self._client = client
+        self._portal = portal
+
+    def request(self, method: str, path: str) -> Response:
+        return self._call(self._client.request, method, path)  # type: ignore[no-any-return]  # of either client
+
+    def watch_key(self) -> bool:
+        return self._call(self._client.watch_key)  # type: ignore[no-any-return]  # of either client
+
+    def close(self) -> None:
+        self._call(self._client.close)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments) if self._portal is None else self._portal.call(function, *arguments)
+
+
+Connect = Callable[[KeySource], Face]
+
+
+@pytest.fixture(params=["sync", "async"])
+def connect(request: pytest.FixtureRequest, server: ScriptedServer) -> Iterator[Connect]:
+    """Return a function that makes a client of a key source."""
+    with ExitStack() as stack:
+        portal = stack.enter_context(start_blocking_portal()) if request.param == "async" else None
+
+        def make(key: KeySource) -> Face:
+            kind: Any = MerchantClient if portal is None else AsyncMerchantClient
+            face = Face(kind(f"{server.url}/sandbox", "sandbox", key), portal)
+            stack.callback(face.close)
+            return face
+
+        yield make
+
+
+class StoredKey:
+    """A key in a place of the kind `file`, `function` or `vault`, and the sources that read it there."""
+
+    def __init__(self, kind: str, path: Path, vault: ScriptedServer) -> None:
+        self._kind = kind
+        self._path = path
+        self._vault_url = vault.url
+        vault.begin(*[self._answer_as_vault] * 20)
+        self.put(OLD)
+
+    def put(self, text: str | None) -> None:
+        """Replace the key; None: remove it."""
+        self._text = text
+        if text is None:
+            self._path.unlink()
+        else:
+            self._path.write_text(text)
+
+    def source(self, watch_seconds: float | None) -> KeySource:
+        if self._kind == "file":
+            return FileKey(self._path, watch_seconds)
+        if self._kind == "function":
+            return CallableKey(self._read, watch_seconds)
+        token = CallableKey(lambda: "s.token")
+        return VaultKey("secret/data/shop", address=self._vault_url, token=token, watch_seconds=watch_seconds)
+
+    def _read(self) -> str:
+        if self._text is None:
+            raise LookupError("there is no key")
+        return self._text
+
+    def _answer_as_vault(self, connection: socket.socket, request: ReceivedRequest) -> None:
+        found = {"status": 200, "body": {"data": {"data": {"key": self._text}}}}
+        reply = {"status": 404, "body": {"errors": []}} if self._text is None else found
+        connection.sendall(b"".join(render(reply, {})))
+
+
+@pytest.fixture(params=["file", "function", "vault"])
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredKey]:
+    with scripted_server() as vault:
+        yield StoredKey(request.param, tmp_path / "stored", vault)
+
+
 def client_of(server: ScriptedServer, key: Any) -> MerchantClient:
     return MerchantClient(f"{server.url}/sandbox", "sandbox", key)
 
@@ -53,54 +141,78 @@ def sent(server: ScriptedServer) -> list[tuple[str, str]]:
     return [(request.path.removeprefix("/sandbox"), request.headers["x-api-key"]) for request in server.received]
 
 
-def test_key_of_a_watched_file_is_acknowledged_before_it_is_used(server: ScriptedServer, file: Path) -> None:
+def test_key_of_a_watched_source_is_acknowledged_before_it_is_used(
+    connect: Connect, server: ScriptedServer, stored: StoredKey
+) -> None:
     """Guarantee: a replacement is used after the service has accepted it, without a restart, and acknowledged."""
-    with client_of(server, FileKey(file, watch_seconds=0)) as client:
-        server.begin(YES, {"status": 204, "text": ""}, YES)
-        client.request("GET", "/orders")
-        file.write_text(NEW)
-        client.request("GET", "/orders")
-        assert sent(server) == [("/orders", OLD), ("/credentials/acknowledge", NEW), ("/orders", NEW)]
+    client = connect(stored.source(watch_seconds=0))
+    server.begin(YES, {"status": 204, "text": ""}, YES)
+    client.request("GET", "/orders")
+    stored.put(NEW)
+    client.request("GET", "/orders")
+    assert sent(server) == [("/orders", OLD), ("/credentials/acknowledge", NEW), ("/orders", NEW)]
 
 
 @pytest.mark.parametrize("answer", [NO, {"status": 503, "text": ""}, {"fault": "cut"}])
 def test_predecessor_stays_in_use_until_the_replacement_succeeds(
-    server: ScriptedServer, file: Path, answer: dict[str, Any]
+    connect: Connect, server: ScriptedServer, stored: StoredKey, answer: dict[str, Any]
 ) -> None:
     """Guarantee: a replacement that the service does not accept yet stops no traffic."""
-    with client_of(server, FileKey(file, watch_seconds=0)) as client:
-        server.begin(YES, answer, YES, {"status": 404, "body": {}}, YES)
-        client.request("GET", "/orders")
-        file.write_text(NEW)
-        client.request("GET", "/orders")
-        client.request("GET", "/orders")
-        assert [key for path, key in sent(server) if path == "/orders"] == [OLD, OLD, NEW]
+    client = connect(stored.source(watch_seconds=0))
+    server.begin(YES, answer, YES, {"status": 404, "body": {}}, YES)
+    client.request("GET", "/orders")
+    stored.put(NEW)
+    client.request("GET", "/orders")
+    client.request("GET", "/orders")
+    assert [key for path, key in sent(server) if path == "/orders"] == [OLD, OLD, NEW]
 
 
-def test_source_without_a_valid_key_stops_no_traffic(server: ScriptedServer, file: Path) -> None:
-    """Guarantee: an empty, foreign or missing file leaves the key in use."""
-    with client_of(server, FileKey(file, watch_seconds=0)) as client:
-        server.begin(YES, YES, YES, YES)
+def test_source_without_a_valid_key_stops_no_traffic(
+    connect: Connect, server: ScriptedServer, stored: StoredKey
+) -> None:
+    """Guarantee: an empty, foreign or missing key leaves the key in use."""
+    client = connect(stored.source(watch_seconds=0))
+    server.begin(YES, YES, YES, YES)
+    client.request("GET", "/orders")
+    for text in ("", "nonsense", NEW.replace("_sbx_", "_prd_")):
+        stored.put(text)
         client.request("GET", "/orders")
-        for text in ("", "nonsense", NEW.replace("_sbx_", "_prd_")):
-            file.write_text(text)
-            client.request("GET", "/orders")
-        file.unlink()
-        assert client.watch_key() is False
-        assert {key for _, key in sent(server)} == {OLD}
+    stored.put(None)
+    assert client.watch_key() is False
+    assert {key for _, key in sent(server)} == {OLD}
 
 
-def test_refused_key_is_read_again_once(server: ScriptedServer, file: Path) -> None:
+def test_refused_key_is_read_again_once(connect: Connect, server: ScriptedServer, stored: StoredKey) -> None:
     """Guarantee: after a 401 the source is read once; with the same key the call ends."""
-    with client_of(server, FileKey(file, watch_seconds=None)) as client:
-        server.begin(NO, NO, {"status": 204, "text": ""}, YES)
-        with pytest.raises(AuthenticationError) as refused:
-            client.request("GET", "/orders")
-        assert (refused.value.code, refused.value.check, refused.value.request_id) == ("key_revoked", 4, "r1")
-        assert len(server.received) == 1
-        file.write_text(NEW)
+    client = connect(stored.source(watch_seconds=None))
+    server.begin(NO, NO, {"status": 204, "text": ""}, YES)
+    with pytest.raises(AuthenticationError) as refused:
         client.request("GET", "/orders")
-        assert sent(server)[1:] == [("/orders", OLD), ("/credentials/acknowledge", NEW), ("/orders", NEW)]
+    assert (refused.value.code, refused.value.check, refused.value.request_id) == ("key_revoked", 4, "r1")
+    assert len(server.received) == 1
+    stored.put(NEW)
+    client.request("GET", "/orders")
+    assert sent(server)[1:] == [("/orders", OLD), ("/credentials/acknowledge", NEW), ("/orders", NEW)]
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [(None, KeySourceError), ("nonsense", RefusedError), (NEW.replace("_sbx_", "_prd_"), RefusedError)],
+    ids=["missing", "invalid", "foreign"],
+)
+def test_refusal_of_a_key_is_the_error_when_the_source_has_no_other(
+    connect: Connect, server: ScriptedServer, stored: StoredKey, text: str | None, cause: type[KeyvaultError]
+) -> None:
+    """Guarantee: a source that fails after a 401 is the cause of the error, and does not hide the service's answer."""
+    client = connect(stored.source(watch_seconds=None))
+    server.begin(YES, NO)
+    client.request("GET", "/orders")
+    stored.put(text)
+    with pytest.raises(AuthenticationError) as refused:
+        client.request("GET", "/orders")
+    error = refused.value
+    assert (error.status, error.code, error.check, error.request_id) == (401, "key_revoked", 4, "r1")
+    assert isinstance(error.__cause__, cause)
 
 
 def test_environment_is_a_source(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
