@@ -4,11 +4,15 @@ The logic is a generator: it yields an effect and gets its outcome. It does no I
 """
 
 import json
+import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from keyvault.domain.plaintext import Plaintext
+
+HEADER_VALUE = re.compile(r"[\x20-\x7e]{0,4096}")
+"""Matches a header's value that may be passed on."""
 
 
 class KeySource(Protocol):
@@ -60,6 +64,12 @@ class Reply:
     status: int
     headers: Mapping[str, str]
     body: bytes = field(repr=False)
+
+    @property
+    def request_id(self) -> str | None:
+        """The header X-Request-Id; None without a valid one."""
+        found = self.headers.get("x-request-id")
+        return found if found and HEADER_VALUE.fullmatch(found) else None
 
     def members(self) -> dict[str, Any]:
         """Return the JSON object of the body, or an empty one for any other body."""

@@ -310,7 +310,6 @@ def _judge(outcome: Reply | Failure) -> Response | KeyvaultError:
         return (DeadlineError if outcome.is_deadline else NoAnswerError)(f"no complete answer: {outcome.cause}")
     if not 200 <= outcome.status <= 299:
         return _read_problem(outcome)
-    request_id = outcome.headers.get("x-request-id")
     if not outcome.body:
         return Response(outcome.status, outcome.headers, b"", None)
     media_type = outcome.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -319,17 +318,17 @@ def _judge(outcome: Reply | Failure) -> Response | KeyvaultError:
             return Response(outcome.status, outcome.headers, outcome.body, json.loads(outcome.body))
     except (ValueError, RecursionError):
         pass
-    return UnexpectedAnswerError("the answer is not JSON", status=outcome.status, request_id=request_id)
+    return UnexpectedAnswerError("the answer is not JSON", status=outcome.status, request_id=outcome.request_id)
 
 
 def _read_problem(reply: Reply) -> KeyvaultError:
-    """Read a problem document (RFC 9457), and ignore what is not one."""
+    """Read a problem document (RFC 9457), and ignore what is not one. A proxy's answer may have a request id, too."""
     problem = reply.members()
     code, request_id, check = problem.get("code"), problem.get("request_id"), problem.get("check")
     return answer_error(
         reply.status,
         code if isinstance(code, str) else None,
         check if isinstance(check, int) and not isinstance(check, bool) and abs(check) < 1000 else None,
-        request_id if isinstance(request_id, str) else None,
+        request_id if isinstance(request_id, str) else reply.request_id,
         parse_retry_after(reply.headers.get("retry-after"), datetime.now(UTC)),
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keyvault.domain.plaintext import Plaintext
-from keyvault_client.errors import AuthenticationError, KeyvaultError, NotFoundError
+from keyvault_client.errors import AuthenticationError, CommandFailedError, KeyvaultError, NotFoundError
 from keyvault_client.key_sources import FileKey
 from keyvault_client.keystrings import key_id, kind_and_scope
 from keyvault_client.merchant import MerchantClient, MerchantOptions
@@ -26,10 +26,6 @@ from keyvault_client.sealed import create_recipient_key, open_sealed
 logger = logging.getLogger("keyvault_client")
 
 _COMMAND_SECONDS = 300.0
-
-
-class CommandFailedError(Exception):
-    """The command of `--exec` failed. The key file has the replacement; the agent runs the command again."""
 
 
 class Agent:
@@ -147,7 +143,7 @@ def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] 
             logger.error("keyvault: the key in %s is not valid: %s", options.file, error)
             if options.once:
                 return 1
-        except (KeyvaultError, CommandFailedError, OSError, ValueError, KeyError, TypeError) as error:
+        except (KeyvaultError, OSError, ValueError, KeyError, TypeError) as error:
             logger.error("keyvault: the replacement was not taken up: %s", error)
             if options.once:
                 return 1

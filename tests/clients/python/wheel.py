@@ -21,6 +21,7 @@ ALONE = (
     "feed_service.py",
     "scripted_server.py",
     "test_conformance.py",
+    "test_errors.py",
     "test_hostile_server.py",
     "test_key_changes.py",
     "test_local.py",
