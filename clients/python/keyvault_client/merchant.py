@@ -70,11 +70,11 @@ class MerchantOptions:
 class _MerchantLogic:
     """What the sync and the async client share. It does no I/O, see `effects`."""
 
-    def __init__(self, base_url: str, environment: str, key: AnyKey, options: MerchantOptions) -> None:
+    def __init__(self, base_url: str, environment: str, source: KeySource, options: MerchantOptions) -> None:
         self._base = parse_base_url(base_url)
         require_environment(environment, self._base)
         self._environment = environment
-        self._source = as_key_source(key)
+        self._source = source
         self._options = options
         self._budget = RetryBudget(options.retry_budget)
         self._key: Plaintext | None = None
@@ -244,6 +244,7 @@ class MerchantClient(Calls[Response]):
     """
 
     def __init__(self, base_url: str, environment: str, key: AnyKey, options: MerchantOptions | None = None) -> None:
+        key = as_key_source(key)  # Error reports show arguments: no frame keeps the text.
         options = options or MerchantOptions()
         self._logic = _MerchantLogic(base_url, environment, key, options)
         self._runner = SyncRunner(options.tls)
@@ -270,6 +271,7 @@ class AsyncMerchantClient(Calls[Awaitable[Response]]):
     """MerchantClient for asyncio and trio: `await client.create_order(…)`. Use it on one event loop."""
 
     def __init__(self, base_url: str, environment: str, key: AnyKey, options: MerchantOptions | None = None) -> None:
+        key = as_key_source(key)  # Error reports show arguments: no frame keeps the text.
         options = options or MerchantOptions()
         self._logic = _MerchantLogic(base_url, environment, key, options)
         self._runner = AsyncRunner(options.tls)

@@ -32,8 +32,9 @@ def open_sealed(private_key: str | Plaintext, sealed: Mapping[str, Any]) -> Plai
 
     Raises SealedError.
     """
+    private_key = as_plaintext(private_key)
     try:
-        recipient = X25519PrivateKey.from_private_bytes(_decode(as_plaintext(private_key).reveal()))
+        recipient = X25519PrivateKey.from_private_bytes(_decode(private_key.reveal()))
         enc, ciphertext = _decode(sealed["enc"]), _decode(sealed["ciphertext"])
         if len(enc) == _KEY_BYTES:
             return Plaintext(_SUITE.decrypt(enc + ciphertext, recipient).decode("ascii"))

@@ -38,6 +38,7 @@ class ServiceAddress:
     def __init__(
         self, url: str, environment: str, service_token: str | Plaintext, tls: ssl.SSLContext | None = None
     ) -> None:
+        service_token = as_plaintext(service_token)
         self.tls = tls
         self.socket: str | None = None
         if url.startswith(_SOCKET):
@@ -47,7 +48,7 @@ class ServiceAddress:
         self.url = parse_base_url(url)
         require_environment(environment, self.url)
         self.environment = environment
-        self.token = as_plaintext(service_token)
+        self.token = service_token
         if kind_and_scope(self.token)[0] != "svc":
             raise RefusedError("The service token is not one. A service token begins like kv_svc_.", refusal="key")
 
@@ -106,6 +107,7 @@ class Verifier:
         timeout: float = 2,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        service_token = as_plaintext(service_token)
         address = ServiceAddress(url, environment, service_token, tls)
         self._logic = self._logic_type(address, timeout)
         self._runner = SyncRunner(tls, address.socket)
@@ -138,6 +140,7 @@ class AsyncVerifier:
         timeout: float = 2,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        service_token = as_plaintext(service_token)
         address = ServiceAddress(url, environment, service_token, tls)
         self._logic = self._logic_type(address, timeout)
         self._runner = AsyncRunner(tls, address.socket)

@@ -10,10 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from keyvault_client import (
     AsyncMerchantClient,
+    AsyncVerifier,
     AuthenticationError,
     CallableKey,
     EnvironmentKey,
@@ -21,14 +23,18 @@ from keyvault_client import (
     KeySourceError,
     KeyvaultError,
     MerchantClient,
+    MerchantOptions,
     RateLimitedError,
     RefusedError,
     Response,
     VaultKey,
+    Verifier,
+    verify_webhook,
 )
 from keyvault_client.effects import KeySource
 from keyvault_client.rotate_agent import Agent
-from keyvault_client.sealed import create_recipient_key
+from keyvault_client.sealed import create_recipient_key, open_sealed
+from keyvault_client.verifier import ServiceAddress
 
 from .feed_service import key_string
 from .scripted_server import ReceivedRequest, ScriptedServer, render, scripted_server
@@ -261,6 +267,57 @@ def test_no_key_in_texts_logs_tracebacks_and_pickles(
     with pytest.raises(TypeError):
         pickle.dumps(client)
     client.close()
+
+
+FOREIGN, SERVICE_TOKEN, CUSTOMER = OLD.replace("_sbx_", "_prd_"), key_string(1, "svc"), key_string(1, "cat")
+PRIVATE, SIGNING = "cHBw" * 10 + "cHA", f"whsec_{'d2hv' * 8}"
+SECRET_PARTS = (OLD[27:], PRIVATE, SIGNING)
+"""The end of each secret: all key strings of `key_string` have the same."""
+
+URL, SERVICE = "https://api.example/sandbox", "https://keyvault.internal"
+FAILING: dict[str, Callable[[], object]] = {
+    "merchant": lambda: MerchantClient("http://api.example", "sandbox", OLD),
+    "merchant, async": lambda: AsyncMerchantClient("http://api.example", "sandbox", OLD),
+    "merchant's key": lambda: MerchantClient(URL, "sandbox", FOREIGN).request("GET", "/orders"),
+    "verifier": lambda: Verifier(f"{SERVICE}/production", "sandbox", SERVICE_TOKEN),
+    "verifier, async": lambda: AsyncVerifier(f"{SERVICE}/production", "sandbox", SERVICE_TOKEN),
+    "verifier's token": lambda: Verifier(SERVICE, "sandbox", OLD),
+    "service's address": lambda: ServiceAddress("unix://relative", "sandbox", SERVICE_TOKEN),
+    "request refused": lambda: MerchantClient(URL, "sandbox", OLD).request("GET", "/", customer_token=FOREIGN),
+    "request refused, async": lambda: anyio.run(
+        lambda: AsyncMerchantClient(URL, "sandbox", OLD).request("GET", "/", customer_token=FOREIGN)
+    ),
+    "request without an answer": lambda: MerchantClient(
+        "http://127.0.0.1:1/sandbox", "sandbox", OLD, MerchantOptions(max_attempts=1)
+    ).request("GET", "/", customer_token=CUSTOMER),
+    "order": lambda: MerchantClient(URL, "sandbox", OLD).retrieve_order("ord_1", customer_token=FOREIGN),
+    "customer": lambda: MerchantClient(URL, "sandbox", OLD).retrieve_customer(FOREIGN),
+    "sealed": lambda: open_sealed(PRIVATE, {}),
+    "sealed with a key": lambda: open_sealed(OLD, {"enc": "", "ciphertext": ""}),
+    "webhook": lambda: verify_webhook({}, b"", [SIGNING]),
+    "webhook's secret": lambda: verify_webhook({}, b"", [OLD]),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_no_secret_argument_in_the_frames_of_the_library(name: str) -> None:
+    """Guarantee: an error report with local variables has no key, token or secret from a frame of the library."""
+    with pytest.raises(KeyvaultError) as failed:
+        FAILING[name]()
+    seen: list[object] = []
+    errors: list[BaseException | None] = [failed.value]
+    while errors:
+        error = errors.pop()
+        if error is None:
+            continue
+        errors += [error.__cause__, error.__context__]
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            # The caller's own frames have what the caller gave.
+            if frame.f_globals["__name__"].partition(".")[0] in {"keyvault", "keyvault_client"}:
+                seen += frame.f_locals.values()
+    assert seen
+    texts = [f"{value!r} {getattr(value, '__dict__', '')!r}" for value in seen]
+    assert [text for text in texts if any(part in text for part in SECRET_PARTS)] == []
 
 
 def test_refused_before_sending_has_no_key_in_its_traceback(file: Path) -> None:
