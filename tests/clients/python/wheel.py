@@ -26,6 +26,7 @@ ALONE = (
     "test_key_changes.py",
     "test_local.py",
     "test_uses.py",
+    "test_verifier.py",
 )
 """The files of the client's tests that need nothing but the client."""
 
