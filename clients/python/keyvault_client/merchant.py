@@ -28,7 +28,7 @@ from keyvault_client.errors import (
 )
 from keyvault_client.key_sources import as_key_source
 from keyvault_client.keystrings import ENVIRONMENT_SCOPES, KEY_SHAPED, is_same, key_id, kind_and_scope
-from keyvault_client.retries import RetryBudget, backoff, is_temporary, parse_retry_after
+from keyvault_client.retries import RetryBudget, backoff, is_temporary, parse_http_date, parse_retry_after
 from keyvault_client.transport import AsyncRunner, SyncRunner
 
 logger = logging.getLogger("keyvault_client")
@@ -327,10 +327,11 @@ def _read_problem(reply: Reply) -> KeyvaultError:
     """Read a problem document (RFC 9457), and ignore what is not one. A proxy's answer may have a request id, too."""
     problem = reply.members()
     code, request_id, check = problem.get("code"), problem.get("request_id"), problem.get("check")
+    sent_at = parse_http_date(reply.headers.get("date")) or datetime.now(UTC)
     return answer_error(
         reply.status,
         code if isinstance(code, str) else None,
         check if isinstance(check, int) and not isinstance(check, bool) and abs(check) < 1000 else None,
         request_id if isinstance(request_id, str) else reply.request_id,
-        parse_retry_after(reply.headers.get("retry-after"), datetime.now(UTC)),
+        parse_retry_after(reply.headers.get("retry-after"), sent_at),
     )

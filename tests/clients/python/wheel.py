@@ -20,6 +20,7 @@ TESTS = Path("tests/clients/python")
 ALONE = (
     "feed_service.py",
     "scripted_server.py",
+    "test_clocks.py",
     "test_conformance.py",
     "test_errors.py",
     "test_hostile_server.py",
