@@ -21,7 +21,7 @@ from keyvault_client.errors import AuthenticationError, CommandFailedError, Keyv
 from keyvault_client.key_sources import FileKey
 from keyvault_client.keystrings import key_id, kind_and_scope
 from keyvault_client.merchant import MerchantClient, MerchantOptions
-from keyvault_client.sealed import create_recipient_key, open_sealed
+from keyvault_client.sealed import create_recipient_key, open_sealed, recipient_public_key
 
 logger = logging.getLogger("keyvault_client")
 
@@ -63,17 +63,17 @@ class Agent:
             self._pending.unlink()
             return self.run_once()
         if self._command:
-            done = subprocess.run(self._command, check=False, timeout=_COMMAND_SECONDS)  # noqa: S603  the user's command
-            if done.returncode != 0:
-                raise CommandFailedError(f"the command ended with status {done.returncode}")
+            _run(self._command)
         self._acknowledge()
         self._pending.unlink()
         return True
 
-    def register(self, public_key: str) -> None:
-        """Set the recipient key of the credential."""
+    def register(self) -> None:
+        """Set the recipient key of the credential; make the key first if the file does not exist. Repeatable."""
+        if not self._recipient_key.exists():
+            write_atomically(self._recipient_key, create_recipient_key()[0])
         with self._client() as client:
-            client.set_recipient_key(public_key)
+            client.set_recipient_key(recipient_public_key(self._read_recipient_key()))
 
     def _fetch(self) -> Plaintext | None:
         with self._client() as client:
@@ -81,10 +81,13 @@ class Agent:
                 answer: Mapping[str, Any] = client.retrieve_replacement().json
             except NotFoundError:
                 return None
-        replacement = open_sealed(self._recipient_key.read_text(encoding="ascii").strip(), answer["sealed"])
+        replacement = open_sealed(self._read_recipient_key(), answer["sealed"])
         if kind_and_scope(replacement)[0] != "prv" or key_id(replacement) != answer.get("key_id"):
             raise ValueError("the sealed text is not the replacement's key")
         return replacement
+
+    def _read_recipient_key(self) -> Plaintext:
+        return FileKey(self._recipient_key).read(0)
 
     def _acknowledge(self) -> None:
         with self._client() as client:
@@ -130,12 +133,11 @@ def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     agent = Agent(options.base_url, options.environment, options.file, options.recipient_key, options.exec or ())
     if options.register:
-        private, public = create_recipient_key()
-        if options.recipient_key.exists():
-            logger.error("keyvault: %s exists already; --register makes a new key", options.recipient_key)
+        try:
+            agent.register()
+        except (KeyvaultError, OSError, ValueError) as error:
+            logger.error("keyvault: the recipient key was not registered, run --register again: %s", error)
             return 1
-        write_atomically(options.recipient_key, private)
-        agent.register(public)
     while True:
         try:
             agent.run_once()
@@ -152,6 +154,16 @@ def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] 
         sleep(options.every)
 
 
+def _run(command: Sequence[str]) -> None:
+    """Run the user's command. Raises CommandFailedError, and OSError for a command that cannot be started."""
+    try:
+        done = subprocess.run(command, check=False, timeout=_COMMAND_SECONDS)  # noqa: S603  the user's command
+    except subprocess.TimeoutExpired:
+        raise CommandFailedError(f"the command did not end within {_COMMAND_SECONDS:.0f} seconds") from None
+    if done.returncode != 0:
+        raise CommandFailedError(f"the command ended with status {done.returncode}")
+
+
 def _pending_file(file: Path) -> Path:
     return file.with_name(f".{file.name}.unacknowledged")
 
@@ -162,7 +174,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--environment", required=True, choices=["sandbox", "production"])
     parser.add_argument("--file", required=True, type=Path, help="the key file")
     parser.add_argument("--recipient-key", required=True, type=Path, help="file with the private recipient key")
-    parser.add_argument("--register", action="store_true", help="make a recipient key first, and register it")
+    parser.add_argument(
+        "--register",
+        action="store_true",
+        help="first register the recipient key, which is made if its file does not exist; repeatable",
+    )
     parser.add_argument("--every", type=float, default=30, help="seconds between two polls")
     parser.add_argument("--once", action="store_true", help="poll once, and exit")
     parser.add_argument("--exec", nargs=argparse.REMAINDER, help="command to run after the file was replaced; the last")

@@ -1,5 +1,6 @@
 """How a client takes up a replacement, from each source, and how the agent brings it."""
 
+import json
 import logging
 import pickle
 import socket
@@ -18,6 +19,7 @@ from keyvault_client import (
     AsyncVerifier,
     AuthenticationError,
     CallableKey,
+    CommandFailedError,
     EnvironmentKey,
     FileKey,
     KeySourceError,
@@ -29,6 +31,7 @@ from keyvault_client import (
     Response,
     VaultKey,
     Verifier,
+    rotate_agent,
     verify_webhook,
 )
 from keyvault_client.effects import KeySource
@@ -374,7 +377,7 @@ def test_agent_repeats_a_failed_command_before_it_acknowledges(
 ) -> None:
     """Guarantee: without a successful command nothing is acknowledged, and an agent that starts again goes on."""
     server.begin(replacement, {"status": 204, "text": ""})
-    with pytest.raises(Exception, match="status 1"):
+    with pytest.raises(CommandFailedError, match="status 1"):
         agent_of(server, file, "false").run_once()
     assert sent(server) == [("/credentials/replacement", OLD)]
     assert agent_of(server, file, "true").run_once() is True
@@ -389,6 +392,112 @@ def test_agent_leaves_the_file_when_the_seal_is_another_recipients(
     with pytest.raises(KeyvaultError):
         agent_of(server, file).run_once()
     assert file.read_text().strip() == OLD
+
+
+def agent_arguments(server: ScriptedServer, file: Path, *more: str) -> list[str]:
+    """Return the arguments of `rotate-agent`."""
+    place = ["--base-url", f"{server.url}/sandbox", "--environment", "sandbox"]
+    return [*place, "--file", str(file), "--recipient-key", str(file.parent / "recipient"), *more]
+
+
+@pytest.fixture
+def log_level() -> Iterator[None]:
+    """Restore what the agent's command sets for the whole process."""
+    level = logging.getLogger("httpx").level
+    yield
+    logging.getLogger("httpx").setLevel(level)
+
+
+class LoopEndedError(Exception):
+    """Ends the loop of the agent in a test."""
+
+
+@pytest.mark.usefixtures("log_level")
+def test_agent_registers_the_same_key_again_after_a_failure(server: ScriptedServer, file: Path) -> None:
+    """Guarantee: a registration that failed is repeated with the key of the file, also after it succeeded."""
+    server.begin(
+        {"status": 403, "body": {"code": "permission_missing"}},
+        {"status": 200, "body": {}},
+        {"status": 404, "body": {}},
+        {"status": 200, "body": {}},
+        {"status": 404, "body": {}},
+    )
+    register = agent_arguments(server, file, "--register", "--once")
+    assert rotate_agent.main(register) == 1
+    private = (file.parent / "recipient").read_text()
+    assert (file.parent / "recipient").stat().st_mode & 0o777 == 0o600
+    assert [rotate_agent.main(register), rotate_agent.main(register)] == [0, 0]
+    assert (file.parent / "recipient").read_text() == private
+    puts = [request for request in server.received if request.method == "PUT"]
+    assert [request.path for request in puts] == ["/sandbox/credentials/recipient-key"] * 3
+    registered = {json.loads(request.body)["recipient_public_key"] for request in puts}
+    # What is sealed to the registered key opens with the key of the file.
+    (public,) = registered
+    assert open_sealed(private, sealed_to(public, NEW)).reveal() == NEW
+
+
+@pytest.mark.usefixtures("log_level")
+def test_agent_registers_no_key_of_a_broken_file(
+    server: ScriptedServer, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (file.parent / "recipient").write_text("no-private-key")
+    assert rotate_agent.main(agent_arguments(server, file, "--register")) == 1
+    assert server.received == []
+    assert "no-private-key" not in caplog.text
+
+
+@pytest.mark.usefixtures("log_level")
+def test_agent_polls_on_after_each_failure(
+    server: ScriptedServer, file: Path, replacement: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guarantee: neither a refused key, a cut connection, an invalid answer nor a failed command ends the agent."""
+    copy = file.parent / "copy"
+    # The command fails while `copy` is a folder.
+    copy.mkdir()
+    broken = {"status": 200, "body": {"key_id": NEW[11:27]}}
+    server.begin(NO, {"status": 409, "body": {}}, broken, replacement, {"status": 204, "text": ""}, NO)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 4:
+            copy.rmdir()
+        if len(waits) == 6:
+            raise LoopEndedError
+
+    command = ["--every", "7", "--exec", "cp", "-T", str(file), str(copy)]
+    with pytest.raises(LoopEndedError):
+        rotate_agent.main(agent_arguments(server, file, *command), sleep)
+    assert (waits, copy.read_text()) == ([7.0] * 6, NEW)
+    assert [path.rpartition("/")[2] for path, _ in sent(server)] == [*["replacement"] * 4, "acknowledge", "replacement"]
+    assert OLD[27:] not in caplog.text
+
+
+@pytest.mark.usefixtures("log_level")
+@pytest.mark.parametrize("answer", [NO, {"status": 409, "body": {}}, {"status": 200, "body": []}])
+def test_agent_that_polls_once_tells_a_failure(server: ScriptedServer, file: Path, answer: dict[str, Any]) -> None:
+    """Guarantee: with `--once` the exit status tells whether a replacement could be missing."""
+    server.begin(answer, {"status": 404, "body": {}})
+    assert rotate_agent.main(agent_arguments(server, file, "--once")) == 1
+    assert rotate_agent.main(agent_arguments(server, file, "--once")) == 0
+
+
+def test_agent_passes_what_follows_exec_to_the_command(server: ScriptedServer, file: Path) -> None:
+    """Guarantee: all after `--exec` is the command, also what looks like the agent's own options."""
+    command = ["sh", "-c", "exit 0", "--once", "--every", "1", "--", "--file", "x"]
+    options = rotate_agent._parser().parse_args(agent_arguments(server, file, "--once", "--exec", *command))
+    assert (options.exec, options.once, options.every, options.file) == (command, True, 30, file)
+    assert rotate_agent._parser().parse_args(agent_arguments(server, file)).exec is None
+
+
+def test_agent_command_that_does_not_end_fails(
+    server: ScriptedServer, file: Path, replacement: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: a command that hangs is stopped, is an error of the package, and does not end the agent."""
+    monkeypatch.setattr(rotate_agent, "_COMMAND_SECONDS", 0.2)
+    server.begin(replacement)
+    with pytest.raises(CommandFailedError, match="did not end"):
+        agent_of(server, file, "sleep", "600").run_once()
 
 
 def test_threads_share_a_client(server: ScriptedServer, file: Path) -> None:
