@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from keyvault.domain.plaintext import Plaintext
 from keyvault_client.addresses import parse_base_url, require_environment
 from keyvault_client.calls import Call, Calls, Response
-from keyvault_client.effects import Failure, KeySource, ReadKey, Reply, Send, Steps, Wait
+from keyvault_client.effects import Failure, KeySource, ReadKey, Reply, Send, Steps, Wait, read_request_id
 from keyvault_client.errors import (
     DeadlineError,
     KeySourceError,
@@ -326,12 +326,12 @@ def _judge(outcome: Reply | Failure) -> Response | KeyvaultError:
 def _read_problem(reply: Reply) -> KeyvaultError:
     """Read a problem document (RFC 9457), and ignore what is not one. A proxy's answer may have a request id, too."""
     problem = reply.members()
-    code, request_id, check = problem.get("code"), problem.get("request_id"), problem.get("check")
+    code, check = problem.get("code"), problem.get("check")
     sent_at = parse_http_date(reply.headers.get("date")) or datetime.now(UTC)
     return answer_error(
         reply.status,
         code if isinstance(code, str) else None,
         check if isinstance(check, int) and not isinstance(check, bool) and abs(check) < 1000 else None,
-        request_id if isinstance(request_id, str) else reply.request_id,
+        read_request_id(problem.get("request_id")) or reply.request_id,
         parse_retry_after(reply.headers.get("retry-after"), sent_at),
     )

@@ -64,6 +64,8 @@ def test_errors_of_answers_have_the_members_of_the_problem(status: int) -> None:
         ({"status": 502, "text": "", "headers": {"X-Request-Id": "r\t2"}}, None),
         ({"status": 502, "text": "", "headers": {"X-Request-Id": "r" * 5000}}, None),
         ({"status": 502, "text": "", "headers": {"X-Request-Id": ""}}, None),
+        ({"status": 502, "text": "", "headers": {"X-Request-Id": key_string(1)}}, None),
+        ({"status": 400, "body": {"request_id": "r\n1"}, "headers": {"X-Request-Id": "r2"}}, "r2"),
         ({"status": 502, "text": ""}, None),
     ],
 )

@@ -235,7 +235,7 @@ def test_hostile_storm_of_429_ends_with_the_budget(mode: str) -> None:
                 with pytest.raises(KeyvaultError):
                     await client.create_order(1, "EUR")
 
-    with scripted_server(*[refused] * 200) as server:
+    with no_key_leaks(), scripted_server(*[refused] * 200) as server:
         if mode == "async":
             anyio.run(run, server.url)
         else:
@@ -281,6 +281,7 @@ PROBLEMS: tuple[Any, ...] = (
     {"code": "x" * 100_000, "request_id": "\r\nX-Injected: 1", "check": True},
     {"code": None, "check": 10**400},
     {"code": "\ud800", "errors": {"a": 1}},
+    {"code": KEY, "request_id": KEY, "detail": KEY},
 )
 
 
