@@ -126,9 +126,9 @@ def write_atomically(path: Path, text: Plaintext) -> None:
         os.close(folder)
 
 
-def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] = time.sleep) -> int:
+def main(arguments: Sequence[str], sleep: Callable[[float], None] = time.sleep) -> int:
     """Run the command and return the exit status: 0 done, 1 refused or failed with `--once`, 2 usage."""
-    options = _parser().parse_args(arguments)
+    options = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     agent = Agent(options.base_url, options.environment, options.file, options.recipient_key, options.exec or ())
@@ -152,6 +152,14 @@ def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] 
         if options.once:
             return 0
         sleep(options.every)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments. All that follows `--exec` is the command, also a `--`, which would end it for argparse."""
+    at = arguments.index("--exec") if "--exec" in arguments else len(arguments)
+    options = _parser().parse_args(arguments[:at])
+    options.exec = arguments[at + 1 :] or options.exec
+    return options
 
 
 def _run(command: Sequence[str]) -> None:

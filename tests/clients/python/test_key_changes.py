@@ -485,9 +485,9 @@ def test_agent_that_polls_once_tells_a_failure(server: ScriptedServer, file: Pat
 def test_agent_passes_what_follows_exec_to_the_command(server: ScriptedServer, file: Path) -> None:
     """Guarantee: all after `--exec` is the command, also what looks like the agent's own options."""
     command = ["sh", "-c", "exit 0", "--once", "--every", "1", "--", "--file", "x"]
-    options = rotate_agent._parser().parse_args(agent_arguments(server, file, "--once", "--exec", *command))
+    options = rotate_agent.parse(agent_arguments(server, file, "--once", "--exec", *command))
     assert (options.exec, options.once, options.every, options.file) == (command, True, 30, file)
-    assert rotate_agent._parser().parse_args(agent_arguments(server, file)).exec is None
+    assert rotate_agent.parse(agent_arguments(server, file)).exec is None
 
 
 def test_agent_command_that_does_not_end_fails(
