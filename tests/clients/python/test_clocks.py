@@ -10,6 +10,7 @@ import anyio
 import pytest
 from keyvault_client import AsyncMerchantClient, MerchantClient, merchant
 from keyvault_client.local import LocalVerifier
+from keyvault_client.local.memory import Miss
 
 from .feed_service import TOKEN, FeedService, feed_service, key_string
 from .scripted_server import ScriptedServer, scripted_server
@@ -146,4 +147,8 @@ def test_expired_key_is_not_authorized_on_a_host_whose_clock_is_behind(served: t
         warm(verifier, service)
         service.change("customer_token", "tok_1", lambda: setattr(service, "seconds_ahead", HOUR))
         assert service.receipt.wait(60)
+        found = verifier._logic.memory.decide(question())
+        # A miss with a lease lacks tokens only.
+        assert isinstance(found, Miss)
+        assert found.lease is None
         assert verifier.verify(question()).code == "key_expired"
