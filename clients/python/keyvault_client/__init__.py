@@ -5,6 +5,7 @@ from keyvault_client.decisions import Decision, Identity, Question
 from keyvault_client.errors import (
     AnswerError,
     AuthenticationError,
+    CommandFailedError,
     ConflictError,
     DeadlineError,
     InvalidRequestError,
@@ -33,6 +34,7 @@ __all__ = [
     "AsyncVerifier",
     "AuthenticationError",
     "CallableKey",
+    "CommandFailedError",
     "ConflictError",
     "DeadlineError",
     "Decision",

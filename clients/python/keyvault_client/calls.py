@@ -63,9 +63,9 @@ class Calls(ABC, Generic[_Outcome]):
                 the key and the body of the first.
             customer_token: a customer access token, where the endpoint supports it.
         """
+        customer_token = None if customer_token is None else as_plaintext(customer_token)
         content = _encode(json) if body is None else body
-        token = None if customer_token is None else as_plaintext(customer_token)
-        return self._start(Call(method.upper(), path, content, idempotency_key, token))
+        return self._start(Call(method.upper(), path, content, idempotency_key, customer_token))
 
     def create_order(
         self, amount_minor: int, currency: str, customer_id: str | None = None, *, idempotency_key: str | None = None
@@ -76,6 +76,7 @@ class Calls(ABC, Generic[_Outcome]):
         return self.request("POST", "/merchants/orders", json=fields, idempotency_key=idempotency_key)
 
     def retrieve_order(self, order_token: str, *, customer_token: str | Plaintext | None = None) -> _Outcome:
+        customer_token = None if customer_token is None else as_plaintext(customer_token)
         return self.request("GET", f"/merchants/orders/{quote(order_token, safe='')}", customer_token=customer_token)
 
     def retrieve_configuration(self) -> _Outcome:
@@ -94,6 +95,7 @@ class Calls(ABC, Generic[_Outcome]):
         return self.request("DELETE", f"/customers/access-tokens/{quote(token_id, safe='')}")
 
     def retrieve_customer(self, customer_token: str | Plaintext) -> _Outcome:
+        customer_token = as_plaintext(customer_token)
         return self.request("GET", "/customers/me", customer_token=customer_token)
 
     def acknowledge(self) -> _Outcome:

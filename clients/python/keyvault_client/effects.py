@@ -4,11 +4,23 @@ The logic is a generator: it yields an effect and gets its outcome. It does no I
 """
 
 import json
+import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from keyvault.domain.plaintext import Plaintext
+from keyvault_client.keystrings import KEY_SHAPED
+
+HEADER_VALUE = re.compile(r"[\x20-\x7e]{0,4096}")
+"""Matches a header's value that may be passed on."""
+
+
+def read_request_id(value: object) -> str | None:
+    """Return a valid request id, else None. An answer may contain anything, also the key of the request."""
+    if not isinstance(value, str) or not value or not HEADER_VALUE.fullmatch(value) or KEY_SHAPED.search(value):
+        return None
+    return value
 
 
 class KeySource(Protocol):
@@ -60,6 +72,11 @@ class Reply:
     status: int
     headers: Mapping[str, str]
     body: bytes = field(repr=False)
+
+    @property
+    def request_id(self) -> str | None:
+        """The header X-Request-Id; None without a valid one."""
+        return read_request_id(self.headers.get("x-request-id"))
 
     def members(self) -> dict[str, Any]:
         """Return the JSON object of the body, or an empty one for any other body."""

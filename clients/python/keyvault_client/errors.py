@@ -17,7 +17,8 @@
     ├── WebhookError
     │   ├── WebhookSignatureError  the message is not from the service, or too old
     │   └── WebhookSecretError     the receiver's secrets are not valid
-    └── SealedError                the sealed key cannot be opened with this private key
+    ├── SealedError                the sealed key cannot be opened with this private key
+    └── CommandFailedError         the command of the rotate-agent failed
 
 All have `request_id`, `code` and `check`, which are None where the service gave none. No exception contains a key.
 """
@@ -126,6 +127,10 @@ class WebhookSecretError(WebhookError):
 
 class SealedError(KeyvaultError):
     """The text was changed, or sealed to another recipient key."""
+
+
+class CommandFailedError(KeyvaultError):
+    """The command of `--exec` failed. The key file has the replacement; the agent runs the command again."""
 
 
 _BY_STATUS: dict[int, type[AnswerError]] = {

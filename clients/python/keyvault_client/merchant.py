@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from keyvault.domain.plaintext import Plaintext
 from keyvault_client.addresses import parse_base_url, require_environment
 from keyvault_client.calls import Call, Calls, Response
-from keyvault_client.effects import Failure, KeySource, ReadKey, Reply, Send, Steps, Wait
+from keyvault_client.effects import Failure, KeySource, ReadKey, Reply, Send, Steps, Wait, read_request_id
 from keyvault_client.errors import (
     DeadlineError,
     KeySourceError,
@@ -28,7 +28,7 @@ from keyvault_client.errors import (
 )
 from keyvault_client.key_sources import as_key_source
 from keyvault_client.keystrings import ENVIRONMENT_SCOPES, KEY_SHAPED, is_same, key_id, kind_and_scope
-from keyvault_client.retries import RetryBudget, backoff, is_temporary, parse_retry_after
+from keyvault_client.retries import RetryBudget, backoff, is_temporary, parse_http_date, parse_retry_after
 from keyvault_client.transport import AsyncRunner, SyncRunner
 
 logger = logging.getLogger("keyvault_client")
@@ -70,11 +70,11 @@ class MerchantOptions:
 class _MerchantLogic:
     """What the sync and the async client share. It does no I/O, see `effects`."""
 
-    def __init__(self, base_url: str, environment: str, key: AnyKey, options: MerchantOptions) -> None:
+    def __init__(self, base_url: str, environment: str, source: KeySource, options: MerchantOptions) -> None:
         self._base = parse_base_url(base_url)
         require_environment(environment, self._base)
         self._environment = environment
-        self._source = as_key_source(key)
+        self._source = source
         self._options = options
         self._budget = RetryBudget(options.retry_budget)
         self._key: Plaintext | None = None
@@ -98,7 +98,11 @@ class _MerchantLogic:
                 return answer
             if may_reload and answer.status == 401 and answer.code in _RELOADS:
                 may_reload = False
-                reloaded = yield from self._reload(key, call, deadline)
+                try:
+                    reloaded = yield from self._reload(key, call, deadline)
+                except (KeySourceError, RefusedError) as error:
+                    # The caller needs the service's answer; a source without a usable key is why it stands.
+                    raise answer from error
                 if reloaded is not None:
                     key = reloaded
                     attempt += 1
@@ -240,6 +244,7 @@ class MerchantClient(Calls[Response]):
     """
 
     def __init__(self, base_url: str, environment: str, key: AnyKey, options: MerchantOptions | None = None) -> None:
+        key = as_key_source(key)  # Error reports show arguments: no frame keeps the text.
         options = options or MerchantOptions()
         self._logic = _MerchantLogic(base_url, environment, key, options)
         self._runner = SyncRunner(options.tls)
@@ -266,6 +271,7 @@ class AsyncMerchantClient(Calls[Awaitable[Response]]):
     """MerchantClient for asyncio and trio: `await client.create_order(…)`. Use it on one event loop."""
 
     def __init__(self, base_url: str, environment: str, key: AnyKey, options: MerchantOptions | None = None) -> None:
+        key = as_key_source(key)  # Error reports show arguments: no frame keeps the text.
         options = options or MerchantOptions()
         self._logic = _MerchantLogic(base_url, environment, key, options)
         self._runner = AsyncRunner(options.tls)
@@ -306,7 +312,6 @@ def _judge(outcome: Reply | Failure) -> Response | KeyvaultError:
         return (DeadlineError if outcome.is_deadline else NoAnswerError)(f"no complete answer: {outcome.cause}")
     if not 200 <= outcome.status <= 299:
         return _read_problem(outcome)
-    request_id = outcome.headers.get("x-request-id")
     if not outcome.body:
         return Response(outcome.status, outcome.headers, b"", None)
     media_type = outcome.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -315,17 +320,18 @@ def _judge(outcome: Reply | Failure) -> Response | KeyvaultError:
             return Response(outcome.status, outcome.headers, outcome.body, json.loads(outcome.body))
     except (ValueError, RecursionError):
         pass
-    return UnexpectedAnswerError("the answer is not JSON", status=outcome.status, request_id=request_id)
+    return UnexpectedAnswerError("the answer is not JSON", status=outcome.status, request_id=outcome.request_id)
 
 
 def _read_problem(reply: Reply) -> KeyvaultError:
-    """Read a problem document (RFC 9457), and ignore what is not one."""
+    """Read a problem document (RFC 9457), and ignore what is not one. A proxy's answer may have a request id, too."""
     problem = reply.members()
-    code, request_id, check = problem.get("code"), problem.get("request_id"), problem.get("check")
+    code, check = problem.get("code"), problem.get("check")
+    sent_at = parse_http_date(reply.headers.get("date")) or datetime.now(UTC)
     return answer_error(
         reply.status,
         code if isinstance(code, str) else None,
         check if isinstance(check, int) and not isinstance(check, bool) and abs(check) < 1000 else None,
-        request_id if isinstance(request_id, str) else None,
-        parse_retry_after(reply.headers.get("retry-after"), datetime.now(UTC)),
+        read_request_id(problem.get("request_id")) or reply.request_id,
+        parse_retry_after(reply.headers.get("retry-after"), sent_at),
     )

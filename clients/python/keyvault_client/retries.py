@@ -22,17 +22,26 @@ def backoff(retry: int) -> float:
     return _random.uniform(0, min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** min(retry - 1, 10)))
 
 
-def parse_retry_after(text: str | None, now: datetime) -> float | None:
-    """Parse seconds or an HTTP date (RFC 9110, 10.2.3). Returns None for other text, and 0 for past dates."""
+def parse_http_date(text: str | None) -> datetime | None:
+    """Parse an HTTP date (RFC 9110, 5.6.7), such as a header `Date`. Returns None for other text."""
     if text is None:
         return None
-    if WHOLE_SECONDS.fullmatch(text):
-        return float(text)
     try:
         at = parsedate_to_datetime(text)
-        return max((at.replace(tzinfo=at.tzinfo or UTC) - now).total_seconds(), 0.0)
+        return at.replace(tzinfo=at.tzinfo or UTC)
     except (ValueError, OverflowError, IndexError, TypeError):
         return None
+
+
+def parse_retry_after(text: str | None, now: datetime) -> float | None:
+    """Parse seconds or an HTTP date (RFC 9110, 10.2.3). Returns None for other text, and 0 for past dates.
+
+    now: the time of the service, which may differ from that of this host.
+    """
+    if text is not None and WHOLE_SECONDS.fullmatch(text):
+        return float(text)
+    at = parse_http_date(text)
+    return None if at is None else max((at - now).total_seconds(), 0.0)
 
 
 def is_temporary(status: int | None, code: str | None) -> bool:

@@ -17,19 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from keyvault.domain.plaintext import Plaintext
-from keyvault_client.errors import AuthenticationError, KeyvaultError, NotFoundError
+from keyvault_client.errors import AuthenticationError, CommandFailedError, KeyvaultError, NotFoundError
 from keyvault_client.key_sources import FileKey
 from keyvault_client.keystrings import key_id, kind_and_scope
 from keyvault_client.merchant import MerchantClient, MerchantOptions
-from keyvault_client.sealed import create_recipient_key, open_sealed
+from keyvault_client.sealed import create_recipient_key, open_sealed, recipient_public_key
 
 logger = logging.getLogger("keyvault_client")
 
 _COMMAND_SECONDS = 300.0
-
-
-class CommandFailedError(Exception):
-    """The command of `--exec` failed. The key file has the replacement; the agent runs the command again."""
 
 
 class Agent:
@@ -67,17 +63,17 @@ class Agent:
             self._pending.unlink()
             return self.run_once()
         if self._command:
-            done = subprocess.run(self._command, check=False, timeout=_COMMAND_SECONDS)  # noqa: S603  the user's command
-            if done.returncode != 0:
-                raise CommandFailedError(f"the command ended with status {done.returncode}")
+            _run(self._command)
         self._acknowledge()
         self._pending.unlink()
         return True
 
-    def register(self, public_key: str) -> None:
-        """Set the recipient key of the credential."""
+    def register(self) -> None:
+        """Set the recipient key of the credential; make the key first if the file does not exist. Repeatable."""
+        if not self._recipient_key.exists():
+            write_atomically(self._recipient_key, create_recipient_key()[0])
         with self._client() as client:
-            client.set_recipient_key(public_key)
+            client.set_recipient_key(recipient_public_key(self._read_recipient_key()))
 
     def _fetch(self) -> Plaintext | None:
         with self._client() as client:
@@ -85,10 +81,13 @@ class Agent:
                 answer: Mapping[str, Any] = client.retrieve_replacement().json
             except NotFoundError:
                 return None
-        replacement = open_sealed(self._recipient_key.read_text(encoding="ascii").strip(), answer["sealed"])
+        replacement = open_sealed(self._read_recipient_key(), answer["sealed"])
         if kind_and_scope(replacement)[0] != "prv" or key_id(replacement) != answer.get("key_id"):
             raise ValueError("the sealed text is not the replacement's key")
         return replacement
+
+    def _read_recipient_key(self) -> Plaintext:
+        return FileKey(self._recipient_key).read(0)
 
     def _acknowledge(self) -> None:
         with self._client() as client:
@@ -127,19 +126,18 @@ def write_atomically(path: Path, text: Plaintext) -> None:
         os.close(folder)
 
 
-def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] = time.sleep) -> int:
+def main(arguments: Sequence[str], sleep: Callable[[float], None] = time.sleep) -> int:
     """Run the command and return the exit status: 0 done, 1 refused or failed with `--once`, 2 usage."""
-    options = _parser().parse_args(arguments)
+    options = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     agent = Agent(options.base_url, options.environment, options.file, options.recipient_key, options.exec or ())
     if options.register:
-        private, public = create_recipient_key()
-        if options.recipient_key.exists():
-            logger.error("keyvault: %s exists already; --register makes a new key", options.recipient_key)
+        try:
+            agent.register()
+        except (KeyvaultError, OSError, ValueError) as error:
+            logger.error("keyvault: the recipient key was not registered, run --register again: %s", error)
             return 1
-        write_atomically(options.recipient_key, private)
-        agent.register(public)
     while True:
         try:
             agent.run_once()
@@ -147,13 +145,31 @@ def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] 
             logger.error("keyvault: the key in %s is not valid: %s", options.file, error)
             if options.once:
                 return 1
-        except (KeyvaultError, CommandFailedError, OSError, ValueError, KeyError, TypeError) as error:
+        except (KeyvaultError, OSError, ValueError, KeyError, TypeError) as error:
             logger.error("keyvault: the replacement was not taken up: %s", error)
             if options.once:
                 return 1
         if options.once:
             return 0
         sleep(options.every)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments. All that follows `--exec` is the command, also a `--`, which would end it for argparse."""
+    at = arguments.index("--exec") if "--exec" in arguments else len(arguments)
+    options = _parser().parse_args(arguments[:at])
+    options.exec = arguments[at + 1 :] or options.exec
+    return options
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run the user's command. Raises CommandFailedError, and OSError for a command that cannot be started."""
+    try:
+        done = subprocess.run(command, check=False, timeout=_COMMAND_SECONDS)  # noqa: S603  the user's command
+    except subprocess.TimeoutExpired:
+        raise CommandFailedError(f"the command did not end within {_COMMAND_SECONDS:.0f} seconds") from None
+    if done.returncode != 0:
+        raise CommandFailedError(f"the command ended with status {done.returncode}")
 
 
 def _pending_file(file: Path) -> Path:
@@ -166,7 +182,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--environment", required=True, choices=["sandbox", "production"])
     parser.add_argument("--file", required=True, type=Path, help="the key file")
     parser.add_argument("--recipient-key", required=True, type=Path, help="file with the private recipient key")
-    parser.add_argument("--register", action="store_true", help="make a recipient key first, and register it")
+    parser.add_argument(
+        "--register",
+        action="store_true",
+        help="first register the recipient key, which is made if its file does not exist; repeatable",
+    )
     parser.add_argument("--every", type=float, default=30, help="seconds between two polls")
     parser.add_argument("--once", action="store_true", help="poll once, and exit")
     parser.add_argument("--exec", nargs=argparse.REMAINDER, help="command to run after the file was replaced; the last")

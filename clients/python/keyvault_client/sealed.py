@@ -19,8 +19,19 @@ _KEY_BYTES = 32
 
 def create_recipient_key() -> tuple[Plaintext, str]:
     """Return a new recipient key: the private key to keep, and the public key for `set_recipient_key`."""
-    private = X25519PrivateKey.generate()
-    return Plaintext(_encode(private.private_bytes_raw())), _encode(private.public_key().public_bytes_raw())
+    private = Plaintext(_encode(X25519PrivateKey.generate().private_bytes_raw()))
+    return private, recipient_public_key(private)
+
+
+def recipient_public_key(private_key: str | Plaintext) -> str:
+    """Return the public key of a recipient key, for `set_recipient_key`. Raises SealedError for text that is none."""
+    private_key = as_plaintext(private_key)
+    try:
+        recipient = X25519PrivateKey.from_private_bytes(_decode(private_key.reveal()))
+        return _encode(recipient.public_key().public_bytes_raw())
+    except ValueError:
+        pass
+    raise SealedError("the private recipient key is not 32 bytes in base64url without padding")
 
 
 def open_sealed(private_key: str | Plaintext, sealed: Mapping[str, Any]) -> Plaintext:
@@ -32,8 +43,9 @@ def open_sealed(private_key: str | Plaintext, sealed: Mapping[str, Any]) -> Plai
 
     Raises SealedError.
     """
+    private_key = as_plaintext(private_key)
     try:
-        recipient = X25519PrivateKey.from_private_bytes(_decode(as_plaintext(private_key).reveal()))
+        recipient = X25519PrivateKey.from_private_bytes(_decode(private_key.reveal()))
         enc, ciphertext = _decode(sealed["enc"]), _decode(sealed["ciphertext"])
         if len(enc) == _KEY_BYTES:
             return Plaintext(_SUITE.decrypt(enc + ciphertext, recipient).decode("ascii"))

@@ -17,7 +17,7 @@ from keyvault_client.decisions import (
     refuse_unavailable,
     refuse_unreadable,
 )
-from keyvault_client.effects import Failure, Reply, Send, Steps
+from keyvault_client.effects import HEADER_VALUE, Failure, Reply, Send, Steps
 from keyvault_client.errors import RefusedError, printable_code
 from keyvault_client.keystrings import as_plaintext, kind_and_scope
 from keyvault_client.retries import WHOLE_SECONDS
@@ -27,7 +27,6 @@ logger = logging.getLogger("keyvault_client")
 
 _SOCKET = "unix://"
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
-_HEADER_VALUE = re.compile(r"[\x20-\x7e]{0,4096}")
 
 
 class ServiceAddress:
@@ -39,6 +38,7 @@ class ServiceAddress:
     def __init__(
         self, url: str, environment: str, service_token: str | Plaintext, tls: ssl.SSLContext | None = None
     ) -> None:
+        service_token = as_plaintext(service_token)
         self.tls = tls
         self.socket: str | None = None
         if url.startswith(_SOCKET):
@@ -48,7 +48,7 @@ class ServiceAddress:
         self.url = parse_base_url(url)
         require_environment(environment, self.url)
         self.environment = environment
-        self.token = as_plaintext(service_token)
+        self.token = service_token
         if kind_and_scope(self.token)[0] != "svc":
             raise RefusedError("The service token is not one. A service token begins like kv_svc_.", refusal="key")
 
@@ -107,6 +107,7 @@ class Verifier:
         timeout: float = 2,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        service_token = as_plaintext(service_token)
         address = ServiceAddress(url, environment, service_token, tls)
         self._logic = self._logic_type(address, timeout)
         self._runner = SyncRunner(tls, address.socket)
@@ -139,6 +140,7 @@ class AsyncVerifier:
         timeout: float = 2,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        service_token = as_plaintext(service_token)
         address = ServiceAddress(url, environment, service_token, tls)
         self._logic = self._logic_type(address, timeout)
         self._runner = AsyncRunner(tls, address.socket)
@@ -190,7 +192,7 @@ def _read_decision(members: dict[str, Any], environment: str) -> Decision | None
     check = members.get("check")
     named = {name: value for name, value in own if name.lower() not in {"content-type", "x-request-id"}}
     named["Content-Type"] = PROBLEM_TYPE
-    if isinstance(request_id, str) and _HEADER_VALUE.fullmatch(request_id):
+    if isinstance(request_id, str) and HEADER_VALUE.fullmatch(request_id):
         named["X-Request-Id"] = request_id
     return Decision(
         None,
@@ -223,7 +225,7 @@ def _read_headers(headers: object) -> tuple[tuple[str, str], ...] | None:
         return None
     pairs = tuple(headers.items())
     is_valid = all(
-        _HEADER_NAME.fullmatch(name) and isinstance(value, str) and _HEADER_VALUE.fullmatch(value)
+        _HEADER_NAME.fullmatch(name) and isinstance(value, str) and HEADER_VALUE.fullmatch(value)
         for name, value in pairs
     )
     return pairs if is_valid else None

@@ -27,15 +27,17 @@ def verify_webhook(
     Raises WebhookSignatureError for a message to refuse, WebhookSecretError for secrets that are not valid.
     """
     known = [as_plaintext(secret) for secret in secrets]
+    del secrets
     lowered = {name.lower(): value for name, value in headers.items()}
+    failure = "" if known else "there is no secret"
     try:
         for secret in known:
             webhooks.require_secret(secret.reveal())
     except webhooks.SecretInvalidError as error:
-        raise WebhookSecretError(str(error)) from None
-    if not known:
-        raise WebhookSecretError("there is no secret")
-    failure = ""
+        failure = str(error)
+    if failure:
+        # Outside of the handler: the other exception's traceback has the secret.
+        raise WebhookSecretError(failure)
     for secret in known:
         try:
             return webhooks.verify(secret.reveal(), lowered, body, now or datetime.now(UTC))

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -28,6 +29,8 @@ class FeedService:
         asked: questions that the service got, with their cost.
         receipt: set when the reader has confirmed the newest change.
         before: by path, called once before the next answer to it, without the lock.
+        seconds_ahead: how far the service's clock is ahead of this machine's. `sends_date`: whether answers tell it.
+        expires_at: of all keys.
         cut: paths whose requests are not processed. `lost`: paths of which one answer each is lost, after its effect.
     """
 
@@ -44,9 +47,17 @@ class FeedService:
         self.count = 1_000
         self.tokens: int | None = None
         self.staleness = 10
+        self.seconds_ahead = 0.0
+        self.sends_date = True
+        self.expires_at: datetime | None = None
+        self.refused_reports = 0
         self.before: dict[str, Callable[[], object]] = {}
         self.cut: set[str] = set()
         self.lost: list[str] = []
+
+    @property
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(time.time() + self.seconds_ahead, UTC)
 
     def revoke(self, key: str) -> None:
         self.change("key", key[11:27], lambda: self.revoked.add(key[11:27]))
@@ -75,7 +86,7 @@ class FeedService:
             "merchant_id": "acme",
             "state": "deactivated" if key_id in self.revoked else "active",
             "retirement": "revoked" if key_id in self.revoked else None,
-            "expires_at": None,
+            "expires_at": None if self.expires_at is None else self.expires_at.isoformat(),
             "merchant_active": True,
             "account_active": True,
             "origin_header": "refuse",
@@ -92,6 +103,9 @@ class FeedService:
                 problem = {"status": 429, "code": "rate_limited"}
                 return 200, {"allowed": False, "headers": {"Retry-After": "1"}, "problem": problem, **problem}
             self.tokens -= cost
+        if self.expires_at is not None and self.now >= self.expires_at:
+            problem = {"status": 401, "code": "key_expired"}
+            return 200, {"allowed": False, "headers": {}, "problem": problem, **problem}
         if key_id in self.revoked:
             return 200, {"allowed": False, "headers": {}, "problem": problem, **problem}
         record = self.record(key_id)
@@ -129,6 +143,15 @@ class FeedService:
         return 200, {"sequence": body["sequence"]}
 
     def _post_v1_usage_reports(self, query: dict[str, str], body: dict[str, Any]) -> tuple[int, Any]:
+        latest = self.now + timedelta(seconds=10)
+        faults = ["/flushed_through"] if datetime.fromisoformat(body["flushed_through"]) > latest else []
+        for number, use in enumerate(body["uses"]):
+            if not self.now - timedelta(days=1) <= datetime.fromisoformat(use["last_at"]) <= latest:
+                faults.append(f"/uses/{number}")
+        if faults:
+            self.refused_reports += 1
+            self.lock.notify_all()
+            return 400, {"code": "request_invalid", "errors": [{"pointer": pointer} for pointer in faults]}
         if body["number"] not in self.reports:
             self.reports[body["number"]] = body
         self.lock.notify_all()
@@ -176,6 +199,13 @@ def feed_service() -> Iterator[tuple[FeedService, str]]:
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text)
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return super().date_time_string(service.now.timestamp() if timestamp is None else timestamp)
+
+        def send_header(self, keyword: str, value: str) -> None:
+            if keyword != "Date" or service.sends_date:
+                super().send_header(keyword, value)
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the name is the base class's
             return

@@ -172,6 +172,13 @@ def test_rest_framework_authenticates_and_permits(
         assert answers[2]["WWW-Authenticate"] == 'ApiKey realm="keyvault"'
 
 
+def test_rest_framework_refusal_has_what_support_asks_for() -> None:
+    """Guarantee: a handler reads `request_id`, `code` and `check` of a refusal as of the client's exceptions."""
+    decision = Decision(status=401, body=b"{}", code="key_revoked", check=4, request_id="r1")
+    refused = rest_framework.RefusedRequest(decision)
+    assert (refused.request_id, refused.code, refused.check) == ("r1", "key_revoked", 4)
+
+
 @pytest.mark.anyio
 async def test_websocket_of_a_refused_request_is_closed(anyio_backend: str) -> None:
     """Guarantee: a WebSocket is verified like a request."""

@@ -20,11 +20,14 @@ TESTS = Path("tests/clients/python")
 ALONE = (
     "feed_service.py",
     "scripted_server.py",
+    "test_clocks.py",
     "test_conformance.py",
+    "test_errors.py",
     "test_hostile_server.py",
     "test_key_changes.py",
     "test_local.py",
     "test_uses.py",
+    "test_verifier.py",
 )
 """The files of the client's tests that need nothing but the client."""
 

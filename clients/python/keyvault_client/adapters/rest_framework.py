@@ -45,11 +45,15 @@ class KeyvaultUser:
 
 
 class RefusedRequest(APIException):
-    """The answer to a refused request. Without `exception_handler` its media type is that of the renderer."""
+    """The answer to a refused request. Without `exception_handler` its media type is that of the renderer.
+
+    `request_id`, `code` and `check`: as the exceptions of `keyvault_client.errors` have them.
+    """
 
     def __init__(self, decision: Decision) -> None:
         super().__init__()
         self.decision = decision
+        self.request_id, self.code, self.check = decision.request_id, decision.code, decision.check
         self.status_code = decision.status
         # The framework would turn the members of the problem document into texts.
         self.detail = json.loads(decision.body)

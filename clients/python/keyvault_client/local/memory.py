@@ -49,6 +49,12 @@ def clock() -> float:
     return time.clock_gettime(_CLOCK)
 
 
+_CLOCK_TOLERANCE = 5.0
+"""Maximum difference to the service's time that is not corrected, in seconds.
+
+Dates of answers are in whole seconds and a little late, and the service accepts reports that are 10 seconds ahead.
+"""
+
 _GrantKey = tuple[str, bool, str | None, str | None, str | None, str | None]
 """Endpoint, whether there is an Origin, path, client address, merchant and store: None where they do not matter."""
 
@@ -97,7 +103,9 @@ class Memory:
         self._endpoints: dict[tuple[str, str], Endpoint] = {}
         self._leases = Leases()
         self._current_until = 0.0
-        self._uses = Uses()
+        # Unix time minus `clock()`, in seconds.
+        self._epoch = time.time() - clock()
+        self._uses = Uses(self._unix_time())
 
     # --- deciding ---------------------------------------------------------------------------------------------
 
@@ -118,7 +126,7 @@ class Memory:
         if held is None or rules is None or now >= self._current_until:
             return Miss(digest)
         endpoint = self._find_endpoint(question, rules)
-        at = time.time()
+        at = now + self._epoch
         if endpoint is None or at >= held.expires_at:
             return Miss(digest)
         granted = _grant(held, rules, endpoint, question, at)
@@ -134,7 +142,7 @@ class Memory:
                 smallest = rules.smallest_count(held.record, endpoint)
                 return Miss(digest, self._leases.next_batch(granted.lease, smallest, now), granted.lease)
             # Take the time within the lock: a report may say that it has every use until its own time.
-            self._uses.count(use, time.time())
+            self._uses.count(use, self._unix_time())
         return granted.decision
 
     def learn(self, miss: Miss, decision: Decision) -> None:
@@ -152,6 +160,10 @@ class Memory:
             self._key_ids[miss.digest] = key_id
             if key_id not in self._held:
                 self._wanted.add(key_id)
+
+    def _unix_time(self) -> float:
+        """Return the service's time, as far as it is known: keys expire by it, and uses are reported in it."""
+        return clock() + self._epoch
 
     def _find_endpoint(self, question: Question, rules: Rules) -> Endpoint | None:
         """Return the endpoint, or None for an unknown one and for a URL that may contain a key."""
@@ -181,7 +193,7 @@ class Memory:
     def begin_report(self) -> None:
         """Take the uses that were counted until now."""
         with self._lock:
-            self._uses.begin_report(time.time())
+            self._uses.begin_report(self._unix_time())
 
     def next_report(self) -> Report:
         with self._lock:
@@ -193,11 +205,19 @@ class Memory:
             return self._uses.note_stored(report)
 
     def drop_uses(self, numbers: set[int]) -> None:
-        """Drop rows of the next report that the service refuses; all of them if it names none."""
+        """Drop rows of the next report, which the service has refused. The others are kept."""
         with self._lock:
             self._uses.drop(numbers)
 
     # --- following the feed -----------------------------------------------------------------------------------
+
+    def set_service_time(self, at: float) -> None:
+        """Use the service's clock, which may differ from that of this host. `at`: its Unix time now, in seconds."""
+        with self._lock:
+            error = at - self._unix_time()
+            if abs(error) > _CLOCK_TOLERANCE:
+                self._epoch += error
+                self._uses.shift(error)
 
     def set_current_until(self, until: float) -> None:
         """Let the memory be used until a time of `clock()`."""

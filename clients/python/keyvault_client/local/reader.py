@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from threading import Event, Lock, Thread
 from typing import Any
@@ -14,6 +15,7 @@ from urllib.parse import urlencode
 from keyvault_client.effects import Failure
 from keyvault_client.local.memory import Memory, clock
 from keyvault_client.local.uses import Report, format_time
+from keyvault_client.retries import parse_http_date
 from keyvault_client.transport import SyncRunner
 from keyvault_client.verifier import ServiceAddress
 
@@ -194,10 +196,14 @@ class FeedReader:
         try:
             self._ask("POST", "/v1/usage-reports", body | {"is_final": True} if is_final else body)
         except UnexpectedReplyError as error:
-            if error.status != 400 or not report.rows:
+            if error.status != 400:
+                raise
+            faulty = _faulty_rows(error.members)
+            # A refused report is not stored: its other rows and a newer time go into the next one.
+            self._memory.drop_uses(faulty)
+            if not faulty:
                 raise
             logger.warning("keyvault: the service refused reported uses, which are dropped: %s", error)
-            self._memory.drop_uses(_faulty_rows(error.members))
             return True
         return self._memory.note_stored(report)
 
@@ -209,6 +215,8 @@ class FeedReader:
         reply = self._runner.send(self._address.send(method, path, content, timeout))
         if isinstance(reply, Failure):
             raise UnexpectedReplyError(0, reply.cause)
+        service_time = parse_http_date(reply.headers.get("date"))
+        self._memory.set_service_time(time.time() if service_time is None else service_time.timestamp())
         members = reply.members()
         if reply.status != 200 or not members:
             raise UnexpectedReplyError(reply.status, f"the service answered {reply.status}", members)
@@ -216,8 +224,11 @@ class FeedReader:
 
 
 def _faulty_rows(members: Mapping[str, Any]) -> set[int]:
-    """Return the numbers of the rows that a refusal names."""
+    """Return the numbers of the rows that a refusal names; none if it refuses the time of the whole report."""
     errors = members.get("errors")
     pointers = [error.get("pointer") for error in errors if isinstance(error, dict)] if isinstance(errors, list) else []
+    if "/flushed_through" in pointers:
+        # This host's clock is wrong, so the times of the rows may be refused for it, too.
+        return set()
     found = (re.match(r"/uses/([0-9]{1,6})(?:/|$)", pointer) for pointer in pointers if isinstance(pointer, str))
     return {int(match[1]) for match in found if match is not None}

@@ -1,7 +1,6 @@
 """Uses of keys that were decided from memory, until the service has stored them."""
 
 import json
-import time
 from collections import deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -43,19 +42,30 @@ class Report:
 
 
 class Uses:
-    """Counts uses, and makes reports of them. The caller holds a lock around each method."""
+    """Counts uses, and makes reports of them. The caller holds a lock around each method.
 
-    def __init__(self) -> None:
+    Times are Unix times by one clock, in seconds. `at` of the constructor: there is no use before it.
+    """
+
+    def __init__(self, at: float) -> None:
         self._rows: dict[UseKey, _Row] = {}
         self._waiting: deque[list[dict[str, Any]]] = deque()
         self._waiting_rows = 0
         self._number = 0
         self._unanswered: Report | None = None
-        self._flushed_through = self._through = time.time()
+        self._flushed_through = self._through = at
 
     @property
     def has_room(self) -> bool:
         return len(self._rows) + self._waiting_rows < MAX_ROWS
+
+    def shift(self, seconds: float) -> None:
+        """Move the times of what is not in a report yet, after a correction of the clock that they came from."""
+        self._flushed_through += seconds
+        self._through += seconds
+        for row in self._rows.values():
+            row.first_at += seconds
+            row.last_at += seconds
 
     def count(self, key: UseKey, at: float) -> None:
         row = self._rows.get(key)
@@ -98,11 +108,12 @@ class Uses:
         return bool(self._waiting)
 
     def drop(self, numbers: set[int]) -> None:
-        """Drop rows of the report that the service has refused, and not stored; all of them if it names none."""
+        """Drop rows of the report that the service has refused, and not stored. The others are in the next report."""
         if self._unanswered is not None:
-            kept = [row for number, row in enumerate(self._unanswered.rows) if numbers and number not in numbers]
-            self._waiting.appendleft(kept)
-            self._waiting_rows += len(kept)
+            kept = [row for number, row in enumerate(self._unanswered.rows) if number not in numbers]
+            if kept:
+                self._waiting.appendleft(kept)
+                self._waiting_rows += len(kept)
             self._unanswered = None
 
 
