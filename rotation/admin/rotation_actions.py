@@ -153,12 +153,12 @@ def _may_be_retired(rotation: Rotation) -> bool:
 def may_be_collected(rotation: Rotation) -> bool:
     """Whether the replacement can be collected in the console.
 
-    A sealed key is only read from the secret backend. A public key is shown on its own page at any time.
+    A sealed key is fetched by the merchant. A public key is shown on its own page at any time.
     """
-    key, credential = rotation.replacement, rotation.credential
+    key = rotation.replacement
     is_uncollected = rotation.delivered_at is not None and rotation.collected_at is None
     is_good = key is not None and key.state not in DEAD_STATES
-    is_shown = credential.delivery != Delivery.SEALED and credential.kind == KeyKind.PRIVATE
+    is_shown = rotation.delivery is not Delivery.SEALED and rotation.credential.kind == KeyKind.PRIVATE
     return is_uncollected and is_good and is_shown and rotation.stage is not S.ROLLING_BACK
 
 

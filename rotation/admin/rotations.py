@@ -258,7 +258,7 @@ class RotationAdmin(ConsoleModelAdmin):
     def _notes(self, request: HttpRequest, row: Any) -> Iterable[str]:
         if is_undecided(row) and is_requester(request, row):
             yield OWN_REQUEST_NOTE
-        is_waited_for = row.credential.delivery == Delivery.SHOW_ONCE and may_be_collected(row)
+        is_waited_for = row.delivery is Delivery.SHOW_ONCE and may_be_collected(row)
         if is_waited_for and may(request, P.ISSUANCE_COLLECT) and may_collect(row, operator_of(request).person):
             yield "You can collect the replacement, once."
 
@@ -393,7 +393,7 @@ def _advise(row: Rotation, waiting_for: str, *, is_failing: bool) -> Advice | No
     entry = find_stall(row.why) if row.state == S.STALLED else find_wait(waiting_for, is_failing=is_failing)
     if entry is None:
         return None
-    return fit_advice(entry, Case(Delivery(row.credential.delivery), KeyKind(row.credential.kind), has_old_key(row)))
+    return fit_advice(entry, Case(row.delivery, KeyKind(row.credential.kind), has_old_key(row)))
 
 
 def _to_confirm(rows: QuerySet[Any]) -> list[tuple[QuerySet[Any], str]]:

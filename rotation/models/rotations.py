@@ -8,6 +8,7 @@ from django.db import models
 from django.db.models import F, Q
 
 from keyvault.domain.errors import RequestInvalidError
+from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyState
 from keyvault.models.columns import (
     ApprovalColumns,
@@ -49,8 +50,8 @@ class Rotation(RequestColumns):
     plan's deadline, or the extended one. `retire_at`: for a public key, the approved date. `quarantined_at`: when the
     rotation suspended the key that is being retired. `held_at`: since when an operator holds it suspended. `waived_at`:
     when the predecessor went into quarantine on an approved date, its silence unproved. `bypassed_at`: when the
-    approval was bypassed; the break-glass act stays listed until reviewed. `handover`: for a sealed credential, the
-    replacement's string sealed to the recipient's key.
+    approval was bypassed; the break-glass act stays listed until reviewed. `handover`: the replacement's string, sealed
+    to the recipient key.
     `awaits_requester`: the replacement is shown once, to the operator who requested it, and was not collected yet.
     `standing_approval`: the schedule's approval that covers this rotation.
     `reminded_percent`, `alarmed_at`: the last reminder to the merchant and the last alarm to the operators.
@@ -178,6 +179,12 @@ class Rotation(RequestColumns):
         """Whether an operator holds the key in quarantine suspended: the rotation neither resumes nor revokes it."""
         key = self.replacement if self.stage is RotationState.ROLLING_BACK else self.predecessor
         return self.held_at is not None and key is not None and key.state == KeyState.SUSPENDED
+
+    @property
+    def delivery(self) -> Delivery:
+        """How the merchant gets the replacement: sealed, whenever there is a handover of it; else as the credential."""
+        is_sealed = self.handover is not None and self.handover["key_id"] == self.replacement_id
+        return Delivery.SEALED if is_sealed else Delivery(self.credential.delivery)
 
     @property
     def current_state(self) -> RotationState:

@@ -18,10 +18,14 @@ from keyvault.models import Change, FeedReader, Key, KeyUse, ServiceToken, Usage
 from keyvault.services.change_feed import readers
 from keyvault.services.change_feed.readers import forget_old_readers
 from keyvault.services.change_feed.receipts import find_receipt
-from keyvault.services.keys.lifecycle import get_key, revoke_key
+from keyvault.services.keys.lifecycle import get_key, last_sequence, revoke_key
 from keyvault.services.recording.changes import poll_feed
 from keyvault.services.usage.recorder import observe
+from rotation.domain.events import RotationState
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.reports import get_rotation
 from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
+from tests.rotation import scene
 from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.database]
@@ -249,6 +253,22 @@ def test_token_caps_its_readers(send: Send) -> None:
     begin(send, "c")
     for position in (after, None):  # its place is taken
         assert read(send, position, reader="b").body["code"] == "state_conflict"
+
+
+def test_staged_replacement_waits_for_a_reader(send: Send) -> None:
+    """Guarantee: no replacement is delivered before each reader has confirmed it."""
+    key, _ = issue(account())
+    after = begin(send)
+    rotation = scene.rotate(key.credential, now())
+    advance_rotation(rotation.pk)
+    staged = get_rotation(rotation.pk)
+    assert (staged.state, staged.delivered_at) == (RotationState.STAGED, None)
+    assert staged.replacement is not None
+    sequence = read(send, after).body["sequence"]
+    assert sequence >= last_sequence(staged.replacement)
+    assert confirm(send, sequence).status_code == 200
+    advance_rotation(rotation.pk)
+    assert get_rotation(rotation.pk).state == RotationState.AWAITING_PROOF
 
 
 @pytest.mark.postgres

@@ -54,7 +54,6 @@ from keyvault.models import (
 from keyvault.models.usage import UseSpan
 from keyvault.services import maintenance
 from keyvault.services.issuance.requests import collect_key
-from keyvault.services.keys.recipient_keys import set_recipient_key
 from keyvault.services.recording.revocation_log import append_lines
 from keyvault.services.revocations import anchor
 from keyvault.services.secrets.provider_connections import set_connection
@@ -90,9 +89,6 @@ MERCHANTS_EVERY = 20
 
 CONNECTIONS = 3
 """Provider connections of each account."""
-
-RECIPIENT = "3p7bfXt9wbTTW2HC7OQ1Nz-DQ8hbeGdNrfx-FG-IK08"
-"""An X25519 public key."""
 
 BUSY_EVERY = 10
 """One credential in this many is used; each of them has 100 minute rows."""
@@ -233,7 +229,7 @@ def make_samples(now: datetime) -> Samples:
     token, _ = issue_customer_token(
         grant(scene.holder_of(key), P.CUSTOMER_TOKENS_WRITE, place), place, key, customer_id="customer"
     )
-    set_recipient_key(grant(scene.holder_of(key), P.RECIPIENTS_WRITE, place), key, RECIPIENT)
+    scene.set_recipient(key, datetime.now(UTC))
     connecting = grant(scene.tam(), P.CONNECTIONS_WRITE, place)
     set_connection(connecting, place, "stripe", Plaintext("sk_live_platform"))
     save_schedule(grant(scene.tam(), P.SCHEDULES_WRITE), Scope(PRODUCTION), ScheduleDraft(365))

@@ -54,6 +54,31 @@ def test_service_token_created_without_reveal_is_not_printed_and_warns(
     assert capsys.readouterr().err == ""
 
 
+def test_service_token_caps_its_readers_and_their_staleness() -> None:
+    """Without options: 64 readers, 10 seconds. A rotation keeps what was chosen."""
+    arguments = ("create_service_token", "gateway", "--environment", "sandbox", "--permission", "keys:replicate")
+    plain = ServiceToken.objects.get(pk=run(*arguments)["key_id"])
+    assert (plain.max_readers, plain.max_staleness_seconds) == (64, 10)
+    token = ServiceToken.objects.get(pk=run(*arguments, "--max-readers", "3", "--max-staleness", "20")["key_id"])
+    assert (token.max_readers, token.max_staleness_seconds) == (3, 20)
+    successor = ServiceToken.objects.get(pk=rotate(token)["key_id"])
+    assert (successor.max_readers, successor.max_staleness_seconds) == (3, 20)
+
+
+@pytest.mark.parametrize(
+    ("option", "accepted"), [("--max-readers", (1, 10_000)), ("--max-staleness", (4, 60))], ids=["readers", "staleness"]
+)
+def test_service_token_with_a_cap_out_of_bounds_is_refused(option: str, accepted: tuple[int, int]) -> None:
+    arguments = ("create_service_token", "gateway", "--environment", "sandbox", "--permission", "keys:replicate")
+    least, most = accepted
+    for value in accepted:
+        run(*arguments, option, str(value))
+    for value in (least - 1, most + 1):
+        with pytest.raises(CommandError, match=f"{least} to {most}"):
+            run(*arguments, option, str(value))
+    assert ServiceToken.objects.count() == 2
+
+
 def test_rotate_service_token_is_recorded_with_operator_and_host_user() -> None:
     """A command line proves no identity: the entry names the operator and the host's user."""
     admin = make_operator("admin", Role.KEY_ADMINISTRATOR)

@@ -316,7 +316,7 @@ def make_requests(samples: Samples, queries: SlowQueries) -> None:
     ask("order", "GET", f"/production/merchants/orders/{token}", **merchant)
     token_id = send("customer token", "/production/customers/one/access-tokens", None, **merchant)["token_id"]
     ask("revoke the token", "DELETE", f"/production/customers/access-tokens/{token_id}", **merchant)
-    recipient = {"recipient_public_key": scale_rows.RECIPIENT}
+    recipient = {"recipient_public_key": scene.RECIPIENT}
     ask("recipient key", "PUT", "/production/credentials/recipient-key", recipient, **merchant)
     ask("acknowledge", "POST", "/production/credentials/acknowledge", **merchant)
     ask("revoke-self", "POST", "/production/credentials/revoke-self", **merchant)

@@ -15,6 +15,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, Credential, Key, Merchant
 from keyvault.models.usage import UseOutcome
+from keyvault.services.keys.recipient_keys import set_recipient_key
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
@@ -87,6 +88,16 @@ def rotate(credential: Credential, now: datetime, **overrides: object) -> Rotati
     chosen = {"proof": Proof.ACK, "quiet_seconds": 5, "quarantine_seconds": 5, **overrides}
     grant = authorize(tam(), P.ROTATIONS_WRITE, credential.account, now=now)
     return request_rotation(grant, credential, PlanOverrides(**chosen))  # type: ignore[arg-type]  # the test's own values
+
+
+RECIPIENT = "3p7bfXt9wbTTW2HC7OQ1Nz-DQ8hbeGdNrfx-FG-IK08"
+"""A merchant's public key (X25519)."""
+
+
+def set_recipient(key: Key, now: datetime) -> None:
+    """Set the recipient key of the key's credential, with the key itself."""
+    grant = authorize(holder_of(key), P.RECIPIENTS_WRITE, key.credential.account, now=now)
+    set_recipient_key(grant, key, RECIPIENT)
 
 
 def holder_of(key: Key) -> KeyHolder:

@@ -32,7 +32,7 @@ from keyvault.models.usage import UseOutcome
 from keyvault.services import alarm_messages, idempotency, operator_changes
 from keyvault.services.change_feed import receipts
 from keyvault.services.issuance import requests
-from keyvault.services.keys import lifecycle, recipient_keys
+from keyvault.services.keys import lifecycle
 from keyvault.services.operators import role_use
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -47,10 +47,9 @@ from keyvault.services.webhooks.deliveries import EndpointTurns
 from keyvault.services.webhooks.endpoints import add_endpoint
 from keyvault.services.work import leases
 from tests.admin.desk import browser
-from tests.bench import scale_rows
 from tests.factories import account, grant, have_peppers, issue, make_merchant, make_operator, now
 from tests.plans import copy_row, explain
-from tests.rotation.scene import holder_of
+from tests.rotation.scene import set_recipient
 from tests.verifiers import make_verifier
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
@@ -145,8 +144,7 @@ def test_list_undecided_reads_no_change_that_is_decided() -> None:
 def test_approvals_page_reads_only_recipient_keys_that_await_one() -> None:
     """The cost does not grow with the other recipient keys, which are kept."""
     key, _ = issue(account(environment=Environment.PRODUCTION))
-    setting = grant(holder_of(key), Permission.RECIPIENTS_WRITE, key.credential.account)
-    recipient_keys.set_recipient_key(setting, key, scale_rows.RECIPIENT)
+    set_recipient(key, now())
     copy_row(RecipientKey, recipient_key_id="'rcp_' || n", withdrawn_at="now()")
     client = browser(make_operator("admin", *Role))
     client.get("/admin/approvals/")  # what is written once a day is not explained

@@ -474,7 +474,7 @@ def _list_approved(rotation: Rotation) -> list[str]:
 def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
     """Return the replacement's string, once, to a person for whom `may_collect` holds; break-glass in production.
 
-    Raises StateConflictError when there is nothing to collect, and for a sealed credential, whose keys no person sees.
+    Raises StateConflictError when there is nothing to collect, and for a sealed replacement, which no person sees.
     """
     operator = grant.principal
     key = rotation.replacement
@@ -482,9 +482,10 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
         raise StateConflictError(
             "A person who approved the rotation, or bypassed or reviewed its approval, cannot collect its key."
         )
-    if rotation.credential.delivery == Delivery.SEALED:
+    if rotation.delivery is Delivery.SEALED:
         raise StateConflictError(
-            "A sealed credential's key is never shown to a person: read the replacement from the secret backend."
+            "The replacement is sealed to the merchant's recipient key and is never shown to a person. The merchant "
+            "fetches it with its current key."
         )
     if rotation.collected_at is not None:
         raise StateConflictError("The key was collected already.")

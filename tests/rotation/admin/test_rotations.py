@@ -8,6 +8,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
+from keyvault.domain.errors import StateConflictError
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import BreakGlass, Key
@@ -18,6 +19,8 @@ from rotation.domain.plan_fields import AtDeadline, DeliveryChannel, PlanOverrid
 from rotation.domain.windows import Window
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import collect_replacement
+from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.admin.desk import SHAPED, Desk, address, browser, dump, hidden, set_up_desk, text_of
 from tests.factories import grant, issue, now
@@ -194,6 +197,26 @@ def test_rotation_replacement_is_shown_once_to_the_requester(desk: Desk, environ
         assert again.status_code == 409
         assert not SHAPED.search(text_of(again))
     assert BreakGlass.objects.count() == (environment == "production")
+
+
+def test_rotation_replacement_sealed_to_a_recipient_key_is_collected_by_no_person(desk: Desk) -> None:
+    """Guarantee: where the merchant has a recipient key, no operator sees the replacement or is asked to carry it."""
+    key, _ = issue(desk.sandbox, delivery=Delivery.SHOW_ONCE)
+    scene.set_recipient(key, now())
+    row = asked(desk, key)
+    advance_rotation(row.pk)
+    assert fresh(row).delivered_at is not None
+    client = browser(desk.tam)
+    page = address("rotation_rotation_collect", row.pk)
+    shown = text_of(client.get(address("rotation_rotation_change", row.pk)))
+    assert page not in shown
+    assert "You can collect the replacement" not in shown
+    answer = client.post(page)
+    assert answer.status_code == 409
+    assert not SHAPED.search(text_of(answer))
+    collecting = grant(desk.tam, P.ISSUANCE_COLLECT, desk.sandbox)
+    with pytest.raises(StateConflictError, match="never shown to a person"):
+        collect_replacement(collecting, get_rotation(row.pk))
 
 
 def test_rotation_rejected_keeps_the_reason(desk: Desk) -> None:

@@ -12,6 +12,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
+from keyvault.domain.issuance import Delivery
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import AuditEntry, Key, Notice
@@ -37,7 +38,7 @@ from tests.factories import the_operator
 from tests.killing import KilledError
 from tests.plans import copy_row, explain
 from tests.rotation.campaigning import approved, asked, become, details_of, events, fresh, issued, oldest, on_platform
-from tests.rotation.scene import account, acknowledge_replacement, admin, issue, rotate, tam
+from tests.rotation.scene import account, acknowledge_replacement, admin, issue, rotate, set_recipient, tam
 from tests.services.racing import held_open, race, start, wait_until_blocked
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
@@ -122,6 +123,20 @@ def test_tick_starts_in_the_selected_order_with_the_approved_plan(clock: Clock) 
     assert (plan.quiet_seconds, plan.quarantine_seconds, plan.reason) == (77, 9, "yearly")
     asked_for = details_of(AuditEntry.objects.get(event="rotation.requested"))
     assert asked_for["campaign_id"] == campaign.campaign_id
+
+
+def test_replacement_of_a_campaign_is_sealed_to_the_recipient_key(clock: Clock, verifier: UsageLog) -> None:
+    """Guarantee: a campaign's replacement reaches a merchant with a recipient key without an operator."""
+    key, _ = issue(account("merchant-0"), clock.now, delivery=Delivery.SHOW_ONCE)
+    set_recipient(key, clock.now)
+    campaign = asked(clock, pace=Pace(per_minute=600, concurrency=10))
+    ticked(clock)
+    rotation = oldest(campaign)
+    advance_rotation(rotation.pk, clock)
+    sealed = Rotation.objects.get(pk=rotation.pk)
+    assert sealed.handover is not None
+    assert sealed.handover["key_id"] == sealed.replacement_id
+    assert sealed.awaits_requester is False
 
 
 def test_tick_of_an_environment_not_served_here_starts_nothing(clock: Clock, settings: Any) -> None:

@@ -13,6 +13,7 @@ from django.db.models import QuerySet
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
+from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
@@ -20,9 +21,11 @@ from keyvault.models import Credential, Key, Notice
 from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
 from keyvault.services.merchants.merchants import resume_account, suspend_account
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.states import CLOSED
 from rotation.domain.windows import Window
 from rotation.models import BlackoutCalendar, Rotation, RotationSchedule, ScheduledCredential, ScheduleSweep
+from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules import starting
@@ -111,6 +114,20 @@ def test_refused_credentials_starve_none_behind_them(clock: Clock, monkeypatch: 
     later = due_at + timedelta(minutes=5)  # Every refused one is due again.
     assert sum(len(begin_due(later + number * TICK)) for number in range(3)) == 1
     assert row_of(late).ask_at is None
+
+
+def test_replacement_of_a_schedule_is_sealed_to_the_recipient_key(clock: Clock, verifier: UsageLog) -> None:
+    """Guarantee: a schedule's replacement reaches a merchant with a recipient key without an operator."""
+    key, _ = scene.issue(scene.account(), clock(), delivery=Delivery.SHOW_ONCE)
+    scene.set_recipient(key, clock())
+    save(SANDBOX, clock())
+    clock.now += 90 * DAY + TICK
+    (rotation_id,) = begin_due(clock())
+    advance_rotation(rotation_id, clock)
+    sealed = Rotation.objects.get(pk=rotation_id)
+    assert sealed.handover is not None
+    assert sealed.handover["key_id"] == sealed.replacement_id
+    assert sealed.awaits_requester is False
 
 
 def test_schedule_saved_is_applied_in_bounded_batches_that_continue(
