@@ -47,6 +47,13 @@ func TestVerifierRefusesARelativeSocket(t *testing.T) {
 	}
 }
 
+func TestEmptyBaseURLIsNamed(t *testing.T) {
+	_, err := NewVerifier(VerifierConfig{Environment: Sandbox, ServiceToken: conformance.Keys["service_token"]})
+	if err == nil || !strings.Contains(err.Error(), "the base URL is empty") {
+		t.Fatal(err)
+	}
+}
+
 func TestProtectWithOptions(t *testing.T) {
 	for _, each := range []struct {
 		name, forwarded string

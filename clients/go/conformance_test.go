@@ -421,6 +421,9 @@ func checkResult(t *testing.T, response *Response, err error, expect expectation
 	if !errors.As(err, &failed) {
 		t.Fatalf("got %v, expected an *Error", err)
 	}
+	if !headerText.MatchString(err.Error()) {
+		t.Errorf("the error's text is %q", err)
+	}
 	got := map[string]any{
 		"status": failed.Status, "code": failed.Code, "check": failed.Check, "request_id": failed.RequestID,
 		"retry_after_seconds": int(failed.RetryAfter.Seconds()),

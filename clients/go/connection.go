@@ -56,6 +56,9 @@ func refuse(refusal Refusal, format string, values ...any) error {
 // parseBaseURL accepts https, and http on a loopback address.
 func parseBaseURL(text string) (*url.URL, error) {
 	const accepted = "Use https://, or http:// on a loopback address."
+	if text == "" {
+		return nil, refuse(RefusedBaseURL, "the base URL is empty. %s", accepted)
+	}
 	base, err := url.Parse(text)
 	if err != nil || base.Host == "" || base.User != nil || base.RawQuery != "" || base.Fragment != "" {
 		return nil, refuse(RefusedBaseURL, "the base URL is not valid. %s", accepted)

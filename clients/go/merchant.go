@@ -162,7 +162,7 @@ func (e *Error) Error() string {
 	if e.Status == 0 {
 		return fmt.Sprintf("keyvault: no answer: %v", e.Err)
 	}
-	return fmt.Sprintf("keyvault: %d %s, request_id %q", e.Status, printable(e.Code), e.RequestID)
+	return fmt.Sprintf("keyvault: %d %s, request_id %+.80q", e.Status, printable(e.Code), e.RequestID)
 }
 
 func (e *Error) Unwrap() error { return e.Err }

@@ -180,6 +180,8 @@ func (v *Verifier) Verify(ctx context.Context, question Question) Decision {
 var (
 	wholeSeconds = regexp.MustCompile(`\A[0-9]{1,9}\z`)
 	codeText     = regexp.MustCompile(`\A[a-z_]{1,64}\z`)
+	headerName   = regexp.MustCompile(`\A[A-Za-z0-9-]{1,64}\z`)
+	headerText   = regexp.MustCompile(`\A[\x20-\x7e]*\z`)
 )
 
 func printable(code string) string {
@@ -187,6 +189,13 @@ func printable(code string) string {
 		return code
 	}
 	return "without a code"
+}
+
+// maxHeaderValue bounds a header's value, in bytes.
+const maxHeaderValue = 4096
+
+func isHeaderValue(text string) bool {
+	return len(text) <= maxHeaderValue && headerText.MatchString(text)
 }
 
 func (v *Verifier) ask(ctx context.Context, question Question) (*http.Response, []byte, error) {
@@ -219,6 +228,9 @@ func (v *Verifier) read(body []byte) (Decision, error) {
 	}
 	decision := Decision{Status: found.Status, Header: http.Header{}}
 	for name, value := range found.Headers {
+		if !headerName.MatchString(name) || !isHeaderValue(value) {
+			return Decision{}, errors.New("a header of the decision is not valid")
+		}
 		decision.Header.Set(name, value)
 	}
 	switch {
@@ -239,7 +251,9 @@ func (v *Verifier) read(body []byte) (Decision, error) {
 		}
 		decision.Code, decision.Body = *found.Code, found.Problem
 		decision.Header.Set("Content-Type", problemType)
-		decision.Header.Set("X-Request-Id", found.RequestID)
+		if found.RequestID != "" && isHeaderValue(found.RequestID) {
+			decision.Header.Set("X-Request-Id", found.RequestID)
+		}
 	}
 	return decision, nil
 }

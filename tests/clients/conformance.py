@@ -35,7 +35,7 @@ def conformance() -> Json:
     return {
         "format": 1,
         "keys": KEYS,
-        "verdicts": [*decided(), *undecided()],
+        "verdicts": [*decided(), unnamed(), *undecided()],
         "requests": requests(),
         "refusals": refusals(),
         "webhooks": webhooks(),
@@ -155,6 +155,15 @@ def _incoming(method: str, path: str, headers: tuple[Header, ...]) -> Json:
     return {"method": method, "path": path, "headers": [["User-Agent", AGENT], *map(list, headers)]}
 
 
+def unnamed() -> Json:
+    """Return a refusal whose request_id cannot be a header: it is refused without that header."""
+    body = decide(_question("POST", ORDERS, ())) | {"request_id": "r1\r\nX-Injected: 1"}
+    case = _answered("a refusal with line breaks in its request_id", body, headers=())
+    del case["expect"]["headers"]["X-Request-Id"]
+    case["expect"]["absent_headers"] = ["X-Request-Id", "X-Injected"]
+    return case
+
+
 def undecided() -> list[Json]:
     """Cases in which the verifier gets no decision that it may rely on: the client gets 503, never a yes."""
     allowed = decide(_question("POST", ORDERS, (KEY,)))
@@ -178,6 +187,17 @@ def undecided() -> list[Json]:
         ("a refusal without a problem document", {key: value for key, value in denied.items() if key != "problem"}),
         ("a refusal without a code", {key: value for key, value in denied.items() if key != "code"}),
         ("a body that is no object", [allowed]),
+        *(
+            (f"an allowed decision with {name}", allowed | {"headers": headers})
+            for name, headers in (
+                ("line breaks in a header", {"RateLimit": "r=1\r\nX-Injected: 1"}),
+                ("a header outside of ASCII", {"RateLimit": "r=\N{EURO SIGN}"}),
+                ("a header that is no text", {"RateLimit": 1}),
+                ("a header that is too long", {"RateLimit": "r" * 4097}),
+                ("a header name that is none", {"Rate Limit": "r=1"}),
+            )
+        ),
+        ("a refusal with line breaks in a header", denied | {"headers": {"Retry-After": "1\r\nX-Injected: 1"}}),
         *without,
     ]
     return [
@@ -419,6 +439,23 @@ def requests() -> list[Json]:
                     "body": {"code": 7, "check": "x", "request_id": []},
                 },
                 expect={"error": {"status": 403, "code": None, "check": None, "request_id": None}},
+            ),
+        ),
+        _case(
+            "a problem document with line breaks is an error with them, and with a text of one line",
+            _call(
+                {
+                    "status": 403,
+                    "headers": {"Content-Type": CONTENT_TYPE},
+                    "body": {"code": "no\nWARNING", "request_id": "r\r\n\u0085\u2028\N{EURO SIGN}\x7f"},
+                },
+                expect={
+                    "error": {
+                        "status": 403,
+                        "code": "no\nWARNING",
+                        "request_id": "r\r\n\u0085\u2028\N{EURO SIGN}\x7f",
+                    }
+                },
             ),
         ),
         _case(

@@ -111,3 +111,8 @@ export function isText(value: unknown): value is string {
 }
 
 export const WHOLE_SECONDS = /^[0-9]{1,9}$/;
+
+/** Return an error code for a message. An answer of another server may contain anything. */
+export function printableCode(code: unknown): string {
+  return typeof code === "string" && /^[a-z_]{1,64}$/.test(code) ? code : "without a code";
+}

@@ -13,6 +13,7 @@ import {
   isOfEnvironment,
   isText,
   kindAndScope,
+  printableCode,
   readBaseUrl,
   readObject,
   send,
@@ -80,7 +81,8 @@ export class KeyvaultError extends Error {
     readonly retryAfterSeconds = 0,
     cause?: unknown,
   ) {
-    super(status === 0 ? "no answer" : `${status} ${code ?? "without a code"}, request_id ${requestId}`, { cause });
+    const shown = `${status} ${printableCode(code)}, request_id ${quoted(requestId)}`;
+    super(status === 0 ? "no answer" : shown, { cause });
   }
 
   /** Whether the same request may succeed later. */
@@ -88,6 +90,12 @@ export class KeyvaultError extends Error {
     const isInProgress = this.status === 409 && this.code === "idempotency_in_progress";
     return this.status === 0 || TEMPORARY.has(this.status) || isInProgress;
   }
+}
+
+/** Return at most 80 characters of a JSON text in ASCII. */
+function quoted(text: string | null): string {
+  const escape = (unit: string) => `\\u${unit.charCodeAt(0).toString(16).padStart(4, "0")}`;
+  return JSON.stringify(text).replaceAll(/[^\x20-\x7e]/g, escape).slice(0, 80);
 }
 
 /** Return a key source that reads a file, without white space at its ends. */

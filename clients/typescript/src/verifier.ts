@@ -8,6 +8,7 @@ import {
   isObject,
   isText,
   kindAndScope,
+  printableCode,
   readBaseUrl,
   readObject,
   send,
@@ -67,6 +68,9 @@ export type Decision =
 
 const PROBLEM_TYPE = "application/problem+json";
 
+const HEADER_NAME = /^[A-Za-z0-9-]{1,64}$/;
+const HEADER_VALUE = /^[\x20-\x7e]{0,4096}$/;
+
 /** Asks the service. Reuses connections. */
 export class Verifier {
   readonly #url: string;
@@ -100,8 +104,7 @@ export class Verifier {
       return decision ?? this.#undecided(503, "1", new Error("the decision is not complete"));
     }
     const code = readObject(reply.text)?.["code"];
-    const shown = typeof code === "string" && /^[a-z_]{1,64}$/.test(code) ? code : "without a code";
-    const cause = new Error(`the service answered ${reply.status} ${shown}`);
+    const cause = new Error(`the service answered ${reply.status} ${printableCode(code)}`);
     // The question is well-formed, so these concern the client's method, path or headers.
     if (code === "request_invalid" || code === "payload_too_large") {
       return this.#undecided(400, undefined, cause);
@@ -138,12 +141,9 @@ export class Verifier {
 /** Return the service's decision, or undefined unless it is complete and consistent. */
 function readDecision(text: string, environment: Environment): Decision | undefined {
   const found = readObject(text);
-  if (found === undefined || !isObject(found["headers"])) {
+  const headers = readHeaders(found?.["headers"]);
+  if (found === undefined || headers === undefined) {
     return undefined;
-  }
-  const headers: Record<string, string> = {};
-  for (const [name, value] of Object.entries(found["headers"])) {
-    headers[name] = String(value);
   }
   if (found["allowed"] === true) {
     const identity = readIdentity(found, environment);
@@ -151,11 +151,29 @@ function readDecision(text: string, environment: Environment): Decision | undefi
   }
   const { status, code, problem, request_id: requestId } = found;
   const isRefusal = typeof status === "number" && Number.isInteger(status) && status >= 400 && status <= 599;
-  if (found["allowed"] !== false || !isRefusal || !isObject(problem) || !isText(code) || !isText(requestId)) {
+  if (found["allowed"] !== false || !isRefusal || !isObject(problem) || !isText(code)) {
     return undefined;
   }
-  Object.assign(headers, { "Content-Type": PROBLEM_TYPE, "X-Request-Id": requestId });
+  headers["Content-Type"] = PROBLEM_TYPE;
+  if (isText(requestId) && HEADER_VALUE.test(requestId)) {
+    headers["X-Request-Id"] = requestId;
+  }
   return { allowed: false, status, headers, body: JSON.stringify(problem), code };
+}
+
+/** Return the headers for the client, or undefined if one of them cannot be sent. */
+function readHeaders(found: unknown): Record<string, string> | undefined {
+  if (!isObject(found)) {
+    return undefined;
+  }
+  const headers: Record<string, string> = {};
+  for (const [name, value] of Object.entries(found)) {
+    if (!HEADER_NAME.test(name) || typeof value !== "string" || !HEADER_VALUE.test(value)) {
+      return undefined;
+    }
+    headers[name] = value;
+  }
+  return headers;
 }
 
 function readIdentity(found: Record<string, unknown>, environment: Environment): Identity | undefined {

@@ -183,6 +183,7 @@ function checkResult(result, expect) {
   const { status, code, check, requestId, retryAfterSeconds } = result;
   const found = { status, code, check, request_id: requestId, retry_after_seconds: retryAfterSeconds };
   assert.deepEqual({ ...found, ...expect.error }, found);
+  assert.match(result.message, /^[\x20-\x7e]+$/);
 }
 
 for (const each of conformance.refusals) {

@@ -249,6 +249,7 @@ def require_result(result: Any, expect: Mapping[str, Any]) -> None:
         assert (result.status, result.json) == (expect["status"], expect.get("json"))
         return
     assert isinstance(result, KeyvaultError)
+    assert str(result).isascii() and str(result).isprintable(), ascii(str(result))  # noqa: PT018  one property: printable ASCII
     for name, value in expect["error"].items():
         # The file writes 0 for the status of no answer.
         assert (getattr(result, name) or None) == (value or None), name

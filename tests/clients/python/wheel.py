@@ -1,7 +1,8 @@
 """The wheel of the Python client: `python -m tests.clients.python.wheel` (`make test-wheel`) tests it alone.
 
-It builds the wheel, installs it with the packages of `clients/python/requirements.txt` into an empty environment, and
-runs the client's tests there, in a folder without the rest of the repository.
+It downloads the packages of `clients/python/requirements.txt`, which has their hashes, and builds the wheel. From these
+files only, pip installs the wheel alone, and with each extra, into empty environments: whatever its metadata does not
+name is missing there. At last it runs the client's tests, in a folder without the rest of the repository.
 """
 
 import importlib.util
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +33,14 @@ ALONE = (
 )
 """The files of the client's tests that need nothing but the client."""
 
+USES: dict[str, Sequence[str]] = {
+    "": ("-c", "import keyvault_client.adapters.asgi, keyvault_client.adapters.wsgi"),
+    "[audit]": ("-m", "keyvault_client.audit_check", "--help"),
+    "[sealed]": ("-m", "keyvault_client", "rotate-agent", "--help"),
+    "[local]": ("-c", "import keyvault_client.local"),
+}
+"""For the wheel alone and with each extra: arguments of Python with which it must succeed."""
+
 
 def load_bundle() -> ModuleType:
     """Import the build hook, which is in no package."""
@@ -50,15 +60,35 @@ def build(folder: Path) -> Path:
     return wheel
 
 
+def download(folder: Path) -> None:
+    """Download the pinned packages into a folder."""
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "download", "--require-hashes", "-r", CLIENT / "requirements.txt", "-d", folder], check=True)
+
+
+def install(place: Path, packages: Path, *requirements: str) -> str:
+    """Install into an empty environment what a folder has of the requirements. Return the environment's Python."""
+    venv.create(place, with_pip=False)
+    python = str(place / "bin/python")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", python]
+    subprocess.run([*pip, "install", "--no-index", "--find-links", packages, *requirements], check=True)
+    return python
+
+
 def run_alone(folder: Path) -> int:
-    """Install the wheel into an empty environment, and run its tests. Return pytest's exit status."""
-    wheel = build(folder / "dist")
-    venv.create(folder / "venv", with_pip=True)
-    python = str(folder / "venv/bin/python")
-    pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
-    subprocess.run([*pip, "--require-hashes", "-r", str(CLIENT / "requirements.txt")], check=True)
-    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
-    place = folder / "alone"
+    """Install the wheel as its users do, and run its tests. Return pytest's exit status."""
+    wheel, packages = build(folder / "dist"), folder / "packages"
+    download(packages)
+    for extra, arguments in USES.items():
+        python = install(folder / f"environment{extra}", packages, f"{wheel}{extra}")
+        # Isolated, so that Python finds nothing of this repository.
+        subprocess.run([python, "-I", *arguments], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    python = install(folder / "tests", packages, f"{wheel}[audit,local,sealed]", "pytest")
+    return run_tests(folder / "alone", python)
+
+
+def run_tests(place: Path, python: str) -> int:
+    """Copy the client's tests into a folder, and run them there. Return pytest's exit status."""
     for path in (TESTS.parents[1], TESTS.parent, TESTS):
         (place / path).mkdir(parents=True, exist_ok=True)
         (place / path / "__init__.py").touch()
