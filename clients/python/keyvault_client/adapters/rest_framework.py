@@ -19,7 +19,6 @@ from rest_framework.authentication import BaseAuthentication
 from rest_framework.exceptions import APIException
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
-from rest_framework.views import exception_handler as default_exception_handler
 
 from keyvault_client.adapters.django import configured_options, configured_verifier, incoming_of, refusal_response
 from keyvault_client.adapters.incoming import ask_about
@@ -89,4 +88,7 @@ def exception_handler(exception: Exception, context: dict[str, Any]) -> HttpResp
     """Answer a refused request with the service's problem document, and other exceptions as the framework does."""
     if isinstance(exception, RefusedRequest):
         return refusal_response(exception.decision)
+    # `rest_framework.views` imports this module when the settings name it.
+    from rest_framework.views import exception_handler as default_exception_handler
+
     return default_exception_handler(exception, context)
