@@ -220,11 +220,11 @@ def undecided() -> list[Json]:
         _undecided("no connection", {"fault": "refuse"}),
         _undecided("a connection that ends without a reply", {"fault": "cut"}),
         _undecided("a connection that ends inside the body", {"fault": "cut_body", "status": 200, "body": allowed}),
-        _undecided("no reply before the deadline", {"fault": "silent"}, deadline_seconds=0.3),
+        _undecided("no reply before the deadline", {"fault": "silent"}, deadline_seconds=1.5),
         _undecided(
             "a body that is not complete before the deadline",
             {"fault": "slow_body", "status": 200, "body": allowed},
-            deadline_seconds=0.3,
+            deadline_seconds=1.5,
         ),
     ]
 
@@ -442,18 +442,18 @@ def requests() -> list[Json]:
             ),
         ),
         _case(
-            "a problem document with line breaks is an error with them, and with a text of one line",
+            "a code with line breaks is an error with it, and with a text of one line",
             _call(
                 {
                     "status": 403,
                     "headers": {"Content-Type": CONTENT_TYPE},
-                    "body": {"code": "no\nWARNING", "request_id": "r\r\n\u0085\u2028\N{EURO SIGN}\x7f"},
+                    "body": {"code": "no\nWARNING\u0085\u2028\N{EURO SIGN}\x7f", "request_id": "r1"},
                 },
                 expect={
                     "error": {
                         "status": 403,
-                        "code": "no\nWARNING",
-                        "request_id": "r\r\n\u0085\u2028\N{EURO SIGN}\x7f",
+                        "code": "no\nWARNING\u0085\u2028\N{EURO SIGN}\x7f",
+                        "request_id": "r1",
                     }
                 },
             ),
