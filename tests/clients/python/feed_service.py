@@ -29,7 +29,8 @@ class FeedService:
         asked: questions that the service got, with their cost.
         receipt: set when the reader has confirmed the newest change.
         before: by path, called once before the next answer to it, without the lock.
-        seconds_ahead: how far the service's clock is ahead of this machine's. `sends_date`: whether answers tell it.
+        seconds_ahead: how far the service's clock is ahead of this machine's.
+        sends_date: whether answers have a date.
         expires_at: of all keys.
         cut: paths whose requests are not processed. `lost`: paths of which one answer each is lost, after its effect.
     """

@@ -4,13 +4,17 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import anyio
 import pytest
 from keyvault_client import AsyncMerchantClient, MerchantClient, merchant
-from keyvault_client.local import LocalVerifier
-from keyvault_client.local.memory import Miss
+from keyvault_client.effects import Reply, Send
+from keyvault_client.local import LocalVerifier, memory, reader
+from keyvault_client.local.memory import Miss, clock
+from keyvault_client.transport import SyncRunner
+from keyvault_client.verifier import ServiceAddress
 
 from .feed_service import TOKEN, FeedService, feed_service, key_string
 from .scripted_server import ScriptedServer, scripted_server
@@ -123,8 +127,34 @@ def test_uses_on_a_host_with_a_wrong_clock_are_reported_in_the_service_s_time(
     assert (reported(service), service.refused_reports) == (local, 0)
     for report in service.reports.values():
         for use in report["uses"]:
-            # HTTP dates are in whole seconds.
-            assert began - timedelta(seconds=2) <= datetime.fromisoformat(use["first_at"]) <= service.now
+            assert abs(datetime.fromisoformat(use["first_at"]) - began) < timedelta(minutes=2)
+
+
+def test_late_reply_does_not_set_a_right_clock_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: no key lives longer because a reply with the service's date was under way for long."""
+    now = clock()
+    for module in (memory, reader):
+        monkeypatch.setattr(module, "clock", lambda: now)
+
+    def reply_late(request: Send) -> Reply:
+        nonlocal now
+        date = format_datetime(datetime.fromtimestamp(time.time() + now - began, UTC), usegmt=True)
+        now += 9
+        return Reply(200, {"date": date}, b'{"sequence": 1}')
+
+    began = now
+    known = memory.Memory("sandbox")
+    right = known._unix_time() - now
+    runner = SyncRunner(None, None)
+    monkeypatch.setattr(runner, "send", reply_late)
+    follower = reader.FeedReader(ServiceAddress("http://127.0.0.1:1", "sandbox", TOKEN), runner, known)
+    follower._ask("GET", "/v1/changes", None)
+    assert known._unix_time() - now == right
+    for earliest, latest, moved in ((60.0, 70.0, 60.0), (-70.0, -60.0, -60.0), (4.0, 5.0, 0.0)):
+        known = memory.Memory("sandbox")
+        at = known._unix_time()
+        known.set_service_time(at + earliest, at + latest)
+        assert known._unix_time() - at == pytest.approx(moved)
 
 
 def test_uses_are_kept_while_the_service_refuses_the_clock(served: tuple[FeedService, str]) -> None:

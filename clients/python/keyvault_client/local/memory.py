@@ -52,7 +52,7 @@ def clock() -> float:
 _CLOCK_TOLERANCE = 5.0
 """Maximum difference to the service's time that is not corrected, in seconds.
 
-Dates of answers are in whole seconds and a little late, and the service accepts reports that are 10 seconds ahead.
+The service accepts reports that are 10 seconds ahead.
 """
 
 _GrantKey = tuple[str, bool, str | None, str | None, str | None, str | None]
@@ -211,10 +211,11 @@ class Memory:
 
     # --- following the feed -----------------------------------------------------------------------------------
 
-    def set_service_time(self, at: float) -> None:
-        """Use the service's clock, which may differ from that of this host. `at`: its Unix time now, in seconds."""
+    def set_service_time(self, earliest: float, latest: float) -> None:
+        """Use the service's clock, which may differ from that of this host. It shows a Unix time between these two."""
         with self._lock:
-            error = at - self._unix_time()
+            now = self._unix_time()
+            error = min(max(now, earliest), latest) - now
             if abs(error) > _CLOCK_TOLERANCE:
                 self._epoch += error
                 self._uses.shift(error)

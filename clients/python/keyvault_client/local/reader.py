@@ -212,15 +212,24 @@ class FeedReader:
     ) -> dict[str, Any]:
         """Return the members of a reply. Raises UnexpectedReplyError."""
         content = b"" if body is None else json.dumps(body).encode()
+        sent_at = clock()
         reply = self._runner.send(self._address.send(method, path, content, timeout))
         if isinstance(reply, Failure):
             raise UnexpectedReplyError(0, reply.cause)
-        service_time = parse_http_date(reply.headers.get("date"))
-        self._memory.set_service_time(time.time() if service_time is None else service_time.timestamp())
+        self._note_date(reply.headers.get("date"), clock() - sent_at)
         members = reply.members()
         if reply.status != 200 or not members:
             raise UnexpectedReplyError(reply.status, f"the service answered {reply.status}", members)
         return members
+
+    def _note_date(self, date: str | None, seconds: float) -> None:
+        """Note the date of a reply that came `seconds` after its request. Without one, this host's clock is used."""
+        at = parse_http_date(date)
+        if at is None:
+            self._memory.set_service_time(time.time(), time.time())
+        else:
+            # A date is in whole seconds, and the reply may have been under way since the request.
+            self._memory.set_service_time(at.timestamp(), at.timestamp() + 1 + seconds)
 
 
 def _faulty_rows(members: Mapping[str, Any]) -> set[int]:
