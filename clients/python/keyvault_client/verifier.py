@@ -17,7 +17,7 @@ from keyvault_client.decisions import (
     refuse_unavailable,
     refuse_unreadable,
 )
-from keyvault_client.effects import HEADER_VALUE, Failure, Reply, Send, Steps
+from keyvault_client.effects import HEADER_VALUE, Failure, Reply, Send, Steps, read_request_id
 from keyvault_client.errors import RefusedError, printable_code
 from keyvault_client.keystrings import as_plaintext, kind_and_scope
 from keyvault_client.retries import WHOLE_SECONDS
@@ -186,13 +186,13 @@ def _read_decision(members: dict[str, Any], environment: str) -> Decision | None
     if allowed is True:
         identity = _read_identity(members, environment)
         return None if identity is None or status != 200 else Decision(identity, 200, own)
-    problem, code, request_id = members.get("problem"), members.get("code"), members.get("request_id")
+    problem, code, request_id = members.get("problem"), members.get("code"), read_request_id(members.get("request_id"))
     if allowed is not False or not isinstance(problem, dict) or not isinstance(code, str) or not 400 <= status <= 599:
         return None
     check = members.get("check")
     named = {name: value for name, value in own if name.lower() not in {"content-type", "x-request-id"}}
     named["Content-Type"] = PROBLEM_TYPE
-    if isinstance(request_id, str) and HEADER_VALUE.fullmatch(request_id):
+    if request_id is not None:
         named["X-Request-Id"] = request_id
     return Decision(
         None,
@@ -201,7 +201,7 @@ def _read_decision(members: dict[str, Any], environment: str) -> Decision | None
         json.dumps(problem).encode(),
         code,
         check if isinstance(check, int) else None,
-        request_id if isinstance(request_id, str) else None,
+        request_id,
     )
 
 
