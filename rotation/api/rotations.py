@@ -244,9 +244,9 @@ def _acknowledge(call: Call) -> Response:
 def _retrieve_replacement(call: Call) -> Response:
     """Return the sealed replacement of the presented key, again and again until it is acknowledged."""
     rotation = find_sealed(call.holder.key_id)
-    if rotation is None or rotation.handover is None:
+    handover = None if rotation is None else rotation.sealed_replacement
+    if rotation is None or handover is None:
         raise NotFoundError("No replacement of this key waits to be fetched.")
-    handover = rotation.handover
     sealed = {"suite": SUITE, "enc": handover["enc"], "ciphertext": handover["ciphertext"]}
     return Response({"rotation_id": rotation.rotation_id, "key_id": handover["key_id"], "sealed": sealed})
 

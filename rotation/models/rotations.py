@@ -181,10 +181,15 @@ class Rotation(RequestColumns):
         return self.held_at is not None and key is not None and key.state == KeyState.SUSPENDED
 
     @property
+    def sealed_replacement(self) -> dict[str, str] | None:
+        """The handover, unless it is of an earlier replacement."""
+        handover: dict[str, str] | None = self.handover
+        return handover if handover is not None and handover["key_id"] == self.replacement_id else None
+
+    @property
     def delivery(self) -> Delivery:
-        """How the merchant gets the replacement: sealed, whenever there is a handover of it; else as the credential."""
-        is_sealed = self.handover is not None and self.handover["key_id"] == self.replacement_id
-        return Delivery.SEALED if is_sealed else Delivery(self.credential.delivery)
+        """How the merchant gets the replacement: sealed where there is a handover of it, else as its credential."""
+        return Delivery.SEALED if self.sealed_replacement is not None else Delivery(self.credential.delivery)
 
     @property
     def current_state(self) -> RotationState:

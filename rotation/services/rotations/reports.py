@@ -118,13 +118,10 @@ def find_introduction(key_id: str) -> Rotation | None:
 
 
 def find_sealed(key_id: str) -> Rotation | None:
-    """Find the open rotation of this predecessor whose sealed replacement is delivered and not acknowledged."""
+    """Find the open rotation of this predecessor that has delivered a handover, which is not acknowledged."""
     is_delivered = Q(delivered_at__isnull=False, handover__isnull=False, acknowledged_at=None)
     is_ending = Q(state__in=[*CLOSED, S.ROLLING_BACK]) | Q(state=S.STALLED, stalled_from=S.ROLLING_BACK)
-    rotation = _find(Q(predecessor_id=key_id) & is_delivered & ~is_ending)
-    if rotation is None or rotation.handover is None or rotation.handover["key_id"] != rotation.replacement_id:
-        return None
-    return rotation
+    return _find(Q(predecessor_id=key_id) & is_delivered & ~is_ending)
 
 
 def subject_of(rotation_id: str) -> str:

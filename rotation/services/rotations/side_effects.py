@@ -220,8 +220,8 @@ class Effects:
 
     def _sealed(self, rotation: Rotation, recipient: str | None, text: Plaintext | None) -> dict[str, str] | None:
         """Seal the replacement to its recipient key; None without one, or without the string."""
-        if rotation.handover is not None and rotation.handover["key_id"] == rotation.replacement_id:
-            return dict(rotation.handover)
+        if rotation.sealed_replacement is not None:
+            return dict(rotation.sealed_replacement)
         if recipient is None or text is None or rotation.replacement_id is None:
             return None
         sealed = seal_to(recipient, text)
