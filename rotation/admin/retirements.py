@@ -136,7 +136,7 @@ class RetirementAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: Retirement) -> Detail:
         approver = NOTHING if row.approver is None else row.approver.username
         approval = FactTable("Approval", [("Approved", moment(row.approved_at, missing="not yet")), ("By", approver)])
-        notes = []
+        predecessor, notes = row.rotation.predecessor, []
         if _state(row) == "awaiting_approval" and is_requester(request, row):
             notes.append(OWN_REQUEST_NOTE)
         elif _state(row) == "expired":
@@ -147,7 +147,11 @@ class RetirementAdmin(ConsoleModelAdmin):
             title=self.name_of(row),
             state=_state(row),
             notes=notes,
-            sections=[self.summary(row), approval, *use_tables(row.rotation.predecessor)],
+            sections=[
+                self.summary(row),
+                approval,
+                *use_tables(predecessor, read_users(predecessor.key_id), has_more=has_more_users(predecessor.key_id)),
+            ],
         )
 
     def changes(self, row: Retirement) -> Iterable[Difference]:

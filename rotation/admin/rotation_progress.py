@@ -18,11 +18,13 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.sources import name_source
 from keyvault.models import Key
 from keyvault.models.usage import SIGNS_OF_LIFE
-from keyvault.services.usage.reports import KeyUser, find_last_of_sources, find_users, has_more_users
+from keyvault.services.usage.reports import KeyUser, find_last_of_sources, first_of_each_outcome
+from keyvault.services.usage.series import Traffic, choose_step, read_traffic
 from rotation.domain.events import RotationState
 from rotation.domain.silence import AwaitedSource, describe_need
 from rotation.domain.states import CLOSED
 from rotation.models import Evidence, EvidenceKind, Rotation
+from rotation.services.rotations.reports import Waits
 
 S, K = RotationState, EvidenceKind
 
@@ -140,33 +142,40 @@ def _silence(row: Rotation, awaited: Sequence[AwaitedSource]) -> str:
 # --- traffic ------------------------------------------------------------------------------------------------
 
 
-def chart_card(row: Rotation, now: datetime) -> Card | None:
-    """Return the chart of both keys' uses since an hour before the request; None without any use."""
-    until = now if row.closed_at is None else min(now, row.closed_at + _BEFORE)
+def read_rotation_traffic(row: Rotation, retiring: Key, now: datetime) -> Traffic:
+    """Read the uses of both keys since an hour before the request, and who uses the key that is being retired."""
+    since, until = row.created_at - _BEFORE, now if row.closed_at is None else min(now, row.closed_at + _BEFORE)
+    keys = [key.key_id for key in (row.predecessor, row.replacement) if key is not None]
+    step = choose_step(since, until, now)
+    return read_traffic(keys, since, until, step, users_of=retiring.key_id, outcomes=SIGNS_OF_LIFE)
+
+
+def chart_card(row: Rotation, traffic: Traffic, now: datetime) -> Card | None:
+    """Return the chart of both keys' uses; None without any use."""
     lines = [(row.predecessor, "Old key", 4)]
     if row.replacement is not None:
         lines.append((row.replacement, "Replacement", 1))
     events = [(row.delivered_at, "delivered"), (row.quarantined_at, "quarantine")]
-    return traffic_card(lines, row.created_at - _BEFORE, until, now, events)
+    return traffic_card(lines, traffic, events, is_now=traffic.until == now)
 
 
 # --- who still uses the old key -------------------------------------------------------------------------------
 
 
-def users_table(row: Rotation, key: Key, other: Key | None, awaited: Sequence[AwaitedSource]) -> Table:
-    """Return who uses the key that is being retired, with what each source still has to do, and the rows as CSV.
-
-    Args:
-        other: the key that stays.
-    """
-    users = find_users(key.key_id, outcomes=SIGNS_OF_LIFE, limit=_MAX_USERS)
+def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Table:
+    """Return who uses the key that is being retired, with what each source still has to do, and the rows as CSV."""
+    users = first_of_each_outcome(traffic.users, _MAX_USERS)
     names = [name_source(user.source, user.user_agent) for user in users]
-    moved = {} if other is None else find_last_of_sources(other.key_id, set(names))
-    until = {source.name: source.until for source in awaited}
     is_old = key is row.predecessor
+    other_id = row.replacement_id if is_old else row.predecessor_id
+    if waits.sources or other_id is None:
+        moved = {source.name: source.moved_at for source in waits.sources if source.moved_at is not None}
+    else:
+        moved = find_last_of_sources(other_id, set(names))
+    until = {source.name: source.until for source in waits.awaited}
     every_use = link(reverse("admin:keyvault_key_change", args=[key.pk]), "every use")
     title = f"Who still uses the {'old key' if is_old else 'replacement'}"
-    if len(users) == _MAX_USERS or (users and has_more_users(key.key_id, outcomes=SIGNS_OF_LIFE)):
+    if len(users) == _MAX_USERS or traffic.has_more_users:
         title = f"{title}: the latest {len(users)}"
     return Table(
         title,

@@ -26,7 +26,7 @@ from keyvault.admin.keys.keys import key_link
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Key, WorkLease
+from keyvault.models import Key
 from keyvault.services.webhooks.deliveries import find_delivery_report
 from rotation.admin.plan_fields import is_deviation, show_default, show_plan_field, show_value
 from rotation.domain.events import RotationState
@@ -38,7 +38,7 @@ from rotation.domain.states import CLOSED
 from rotation.models import Evidence, Rotation
 from rotation.services.rotations.interventions import predecessor_ended_at
 from rotation.services.rotations.planning import MAX_LATE_SOURCES
-from rotation.services.rotations.reports import MAX_AWAITED, subject_of
+from rotation.services.rotations.reports import MAX_AWAITED
 
 S = RotationState
 
@@ -140,7 +140,7 @@ def _format_late_sources(plan: Plan) -> SafeString | str:
     ]
     if len(lines) == MAX_LATE_SOURCES:
         lines.append(("Others", f"the plan lists at most {MAX_LATE_SOURCES} sources, the latest"))
-    return format_html_join(format_html("<br>"), "{}: {}", lines)
+    return format_html_join(SafeString("<br>"), "{}: {}", lines)
 
 
 def _format_dormancy(plan: Plan, unmet: Container[Condition]) -> str:
@@ -154,9 +154,9 @@ def _format_dormancy(plan: Plan, unmet: Container[Condition]) -> str:
 # --- status -------------------------------------------------------------------------------------------------
 
 
-def status_facts(row: Rotation, failure: WorkLease | None) -> FactTable:
-    """Return the four facts with their times, and the related events. `failure`: of `find_failure`."""
-    return FactTable("Status", [*_ends(row), *_status_facts(row), *_events(row), *_work(row, failure)])
+def status_facts(row: Any) -> FactTable:
+    """Return the four facts with their times, and the related events. `row`: of `RotationAdmin.find_row`."""
+    return FactTable("Status", [*_ends(row), *_status_facts(row), *_events(row), *_work(row)])
 
 
 def _ends(row: Rotation) -> Iterator[tuple[str, Any]]:
@@ -207,33 +207,28 @@ def _events(row: Rotation) -> Iterator[tuple[str, Any]]:
     if row.standing_approval_id is not None:
         standing_url = reverse("admin:rotation_standingapproval_change", args=[row.standing_approval_id])
         yield "Under the standing approval", link(standing_url, mono(row.standing_approval_id))
-    if row.campaign is not None:
-        yield "Part of the campaign", link(reverse("admin:rotation_campaign_change", args=[row.campaign]), row.campaign)
+    if row.campaign_id is not None:
+        campaign_url = reverse("admin:rotation_campaign_change", args=[row.campaign_id])
+        yield "Part of the campaign", link(campaign_url, row.campaign_id)
 
 
-def _work(row: Rotation, lease: WorkLease | None) -> Iterator[tuple[str, Any]]:
+def _work(row: Any) -> Iterator[tuple[str, Any]]:
     """Yield what blocks the worker or the merchant's endpoint."""
     if row.current_state in CLOSED:
         return
     plan = row.readable_plan
     if plan is not None and DeliveryChannel.WEBHOOK in plan.channels and row.delivered_at is not None:
-        delivery = find_delivery_report(NoticeKind.REPLACEMENT_AVAILABLE, row.rotation_id)
-        missing = f"not yet: {delivery.reason or 'pending'}"
-        yield (
-            "Notified: the merchant's webhook endpoint accepted the notification",
-            moment(delivery.delivered_at, missing=missing),
-        )
-    if lease is not None:
-        tries = f"{lease.attempts} in a row" if lease.attempts else "paused, attempts not counted"
-        yield "Last attempt failed", format_html("{} <span class='quiet'>({})</span>", lease.last_error, tries)
+        yield "Notified: the merchant's webhook endpoint accepted the notification", _notified(row)
+    if row.last_error is not None:
+        tries = f"{row.attempts} in a row" if row.attempts else "paused, attempts not counted"
+        yield "Last attempt failed", format_html("{} <span class='quiet'>({})</span>", row.last_error, tries)
 
 
-def find_failure(row: Rotation) -> WorkLease | None:
-    """Return the lease whose last attempt failed, if any."""
-    failed: WorkLease | None = (
-        WorkLease.objects.filter(subject=subject_of(row.rotation_id)).exclude(last_error="").first()
-    )
-    return failed
+def _notified(row: Rotation) -> SafeString:
+    if row.notified_at is not None:
+        return moment(row.notified_at)
+    delivery = find_delivery_report(NoticeKind.REPLACEMENT_AVAILABLE, row.rotation_id)
+    return moment(delivery.delivered_at, missing=f"not yet: {delivery.reason or 'pending'}")
 
 
 # --- the timeline -------------------------------------------------------------------------------------------

@@ -5,9 +5,23 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import Count, Exists, F, Model, OuterRef, Q, QuerySet
+from django.db.models import (
+    Count,
+    Exists,
+    F,
+    Model,
+    OuterRef,
+    Prefetch,
+    Q,
+    QuerySet,
+    Subquery,
+    Value,
+    prefetch_related_objects,
+)
+from django.db.models.functions import Concat
 from django.http import HttpRequest
 from django.urls import reverse
+from django.utils.functional import SimpleLazyObject
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
@@ -48,12 +62,18 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
 from rotation.admin.rotation_actions import REQUEST, ROW_ACTIONS, has_old_key, may_be_collected
-from rotation.admin.rotation_progress import banner_of, chart_card, evidence_card, lead_of, users_table
+from rotation.admin.rotation_progress import (
+    banner_of,
+    chart_card,
+    evidence_card,
+    lead_of,
+    read_rotation_traffic,
+    users_table,
+)
 from rotation.admin.rotation_sections import (
     awaited_table,
     deviating_changes,
     evidence_table,
-    find_failure,
     key_or_nothing,
     ledger_table,
     plan_card,
@@ -67,11 +87,11 @@ from rotation.admin.rotation_sections import (
 from rotation.domain.events import RotationState
 from rotation.domain.runbook import Advice, Case, find_stall, find_wait, fit_advice
 from rotation.domain.states import CLOSED
-from rotation.models import Rotation
+from rotation.models import Evidence, Rotation
 from rotation.models.rotations import AWAITS_CONFIRMATION
-from rotation.services.rotations.interventions import list_collectable, may_collect
+from rotation.services.rotations.interventions import list_approval_acts, list_collectable, may_collect
 from rotation.services.rotations.reports import find_waits, subject_of
-from rotation.services.rotations.requests import is_undecided
+from rotation.services.rotations.requests import BYPASSED, is_undecided
 
 S = RotationState
 
@@ -84,7 +104,7 @@ _MAX_AWAITED_IN_USERS = 20
 _MAX_LISTED = 1_000
 """Maximum number of rotations that a filter selects for each reason."""
 
-_UNREVIEWED = BreakGlass.objects.filter(event="rotation.bypassed", reviewed_at__isnull=True)
+_UNREVIEWED = BreakGlass.objects.filter(event=BYPASSED, reviewed_at__isnull=True)
 
 
 def _blocking() -> list[tuple[QuerySet[Any], str]]:
@@ -177,11 +197,20 @@ class RotationAdmin(ConsoleModelAdmin):
             "credential__account__merchant", "predecessor__use", "replacement", "requester", "requested_via"
         )
 
-    def find_row(self, request: HttpRequest, object_id: str) -> Rotation:
+    def rows_to_open(self, request: HttpRequest) -> QuerySet[Any]:
+        """Annotate `last_error`, of the last attempt at its step if that failed, and `attempts` in a row."""
+        failed = WorkLease.objects.filter(subject=Concat(Value(subject_of("")), OuterRef("pk"))).exclude(last_error="")
+        rows: QuerySet[Any] = super().rows_to_open(request).select_related("replacement__use", "schedule__account")
+        return rows.annotate(
+            last_error=Subquery(failed.values("last_error")[:1]), attempts=Subquery(failed.values("attempts")[:1])
+        )
+
+    def find_row(self, request: HttpRequest, object_id: str) -> Any:
         """Load the rotation; its keys have its credential, which no list needs. Raises NotFoundError."""
-        row: Rotation = super().find_row(request, object_id)
+        row = super().find_row(request, object_id)
         for key in filter(None, (row.predecessor, row.replacement)):
             key.credential = row.credential
+        row.approval_acts = SimpleLazyObject(lambda: list_approval_acts(row))
         return row
 
     @admin.display(description="account")
@@ -217,17 +246,19 @@ class RotationAdmin(ConsoleModelAdmin):
     def detail(self, request: HttpRequest, row: Any) -> Detail:
         now = datetime.now(UTC)
         fetch_approvals(row)
-        found, awaited, until = find_waits(row, now)
-        waiting_for, account = found or "", row.credential.account
-        failure, recorded = find_failure(row), list(row.evidence.order_by("created_at", "evidence_id"))
+        prefetch_related_objects([row], Prefetch("evidence", Evidence.objects.order_by("created_at", "evidence_id")))
+        waits = find_waits(row, now)
+        waiting_for, awaited, account = waits.waiting_for or "", waits.awaited, row.credential.account
+        recorded = list(row.evidence.all())
         offered = self.offered_actions(request, row)
-        advice = _advise(row, waiting_for, is_failing=failure is not None)
+        advice = _advise(row, waiting_for, is_failing=row.last_error is not None)
         names = [action.name for action in offered]
         remedies = [] if advice is None else list(remedies_of(row, advice, names))
         happened = "" if advice is None else advice.happened
-        chart, evidence = chart_card(row, now), evidence_card(row, recorded, awaited)
         retiring = row.replacement if row.stage is S.ROLLING_BACK else row.predecessor
-        users = users_table(row, retiring, row.predecessor if retiring is row.replacement else row.replacement, awaited)
+        traffic = read_rotation_traffic(row, retiring, now)
+        chart, evidence = chart_card(row, traffic, now), evidence_card(row, recorded, awaited)
+        users = users_table(row, retiring, traffic, waits)
         plan = plan_card(row)
         steps = [runbook_facts(advice)] if advice is not None and advice.steps else []
         return Detail(
@@ -235,7 +266,7 @@ class RotationAdmin(ConsoleModelAdmin):
             state=row.state,
             lead=lead_of(row),
             crumbs=account_crumbs(account),
-            banner=banner_of(row, waiting_for, awaited, until, happened, remedies),
+            banner=banner_of(row, waiting_for, awaited, waits.until, happened, remedies),
             alarms=[self._bypass_note(request, row)] if row.is_unreviewed else [],
             notes=list(self._notes(request, row)),
             steps=steps_of(row),
@@ -250,7 +281,7 @@ class RotationAdmin(ConsoleModelAdmin):
                 *([awaited_table(awaited)] if len(awaited) > _MAX_AWAITED_IN_USERS else []),
                 approvals_table(row),
                 Fold("Plan, as approved", [plan_facts(row)], "every value that the digest covers"),
-                Fold("Times and events", [status_facts(row, failure)]),
+                Fold("Times and events", [status_facts(row)]),
                 Fold("Recorded evidence and side effects", [evidence_table(recorded), ledger_table(row)]),
             ],
         )
@@ -259,11 +290,11 @@ class RotationAdmin(ConsoleModelAdmin):
         if is_undecided(row) and is_requester(request, row):
             yield OWN_REQUEST_NOTE
         is_waited_for = row.delivery is Delivery.SHOW_ONCE and may_be_collected(row)
-        if is_waited_for and may(request, P.ISSUANCE_COLLECT) and may_collect(row, operator_of(request).person):
+        if is_waited_for and may(request, P.ISSUANCE_COLLECT) and self._may_collect(request, row):
             yield "You can collect the replacement, once."
 
-    def _bypass_note(self, request: HttpRequest, row: Rotation) -> SafeString:
-        action = _UNREVIEWED.filter(subject=row.pk).select_related("operator").latest("created_at")
+    def _bypass_note(self, request: HttpRequest, row: Any) -> SafeString:
+        *_, action = (act for act in row.approval_acts if act.event == BYPASSED and act.reviewed_at is None)
         text = format_html(
             "Bypass not reviewed yet: {} started this without a second person at {} UTC.",
             action.operator.username,
@@ -347,7 +378,10 @@ class RotationAdmin(ConsoleModelAdmin):
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
         # The state first: whether the person may collect takes queries.
         is_available = super()._is_available(request, action, row)
-        return is_available and (action.name != "collect" or may_collect(row, operator_of(request).person))
+        return is_available and (action.name != "collect" or self._may_collect(request, row))
+
+    def _may_collect(self, request: HttpRequest, row: Any) -> bool:
+        return may_collect(row, operator_of(request).person, row.approval_acts)
 
     def line_of(self, row: Any) -> Line:
         summary = "approval bypassed" if row.is_unreviewed else f"requested by {self.requested_by(row)}"

@@ -305,6 +305,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the rows in the operator's scope, which every list and page of the model reads."""
         return self.rows_in_scope(super().get_queryset(request), operator_of(request).scope)
 
+    def rows_to_open(self, request: HttpRequest) -> QuerySet[Any]:
+        """Return the same rows with what the page of one row shows besides."""
+        return self.get_queryset(request)
+
     def rows_shown(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
         """Return the rows of the environment that the operator has chosen; all, where rows have no environment."""
         is_limited = self.has_environments and environment_of(request) is not None
@@ -505,9 +509,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def find_row(self, request: HttpRequest, object_id: str) -> Any:
         """Load the row. Raises NotFoundError."""
-        rows: QuerySet[Any] = self.get_queryset(request)
         try:
-            row = rows.filter(pk=object_id).first()
+            row = self.rows_to_open(request).filter(pk=object_id).first()
         except (ValueError, ValidationError):
             row = None
         if row is None:

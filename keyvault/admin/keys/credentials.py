@@ -34,7 +34,7 @@ from keyvault.admin.framework.widgets import (
     mono,
 )
 from keyvault.admin.keys.keys import key_link, use_of
-from keyvault.admin.keys.traffic import day_card, sparklines_of
+from keyvault.admin.keys.traffic import day_card, day_traffic, sparklines_of
 from keyvault.admin.merchants.provider_connections import place_rows
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
@@ -135,7 +135,7 @@ class CredentialAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Credential) -> Detail:
         keys = list(row.keys.select_related("use").order_by("-created_at")[: _MAX_KEYS + 1])
-        chart, ids = day_card(keys), [row.credential_id, *(key.key_id for key in keys[:_MAX_KEYS])]
+        chart, ids = day_card(keys, day_traffic(keys)), [row.credential_id, *(key.key_id for key in keys[:_MAX_KEYS])]
         timeline = activity_cards(request, row.account, ids)
         where = ", ".join(row.networks) if row.networks else "everywhere"
         return Detail(

@@ -47,7 +47,7 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.admin.keys.exposures import EXPOSED_FILTER, exposure_tables, exposures
 from keyvault.admin.keys.receipts import receipt_cell, receipt_detail, receipt_url
-from keyvault.admin.keys.traffic import day_card
+from keyvault.admin.keys.traffic import day_card, day_traffic
 from keyvault.admin.keys.usage import use_facts, use_tables
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.ids import KEY_ID_DIGITS
@@ -282,7 +282,8 @@ class KeyAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Key) -> Detail:
         credential = row.credential
-        chart, timeline = day_card([row]), activity_cards(request, credential.account, [row.key_id])
+        traffic = day_traffic([row], users_of=row)
+        chart, timeline = day_card([row], traffic), activity_cards(request, credential.account, [row.key_id])
         facts = FactTable(
             "Key",
             [
@@ -303,7 +304,7 @@ class KeyAdmin(ConsoleModelAdmin):
             sections=[
                 Columns([chart, facts] if chart else [facts, *timeline]),
                 *exposure_tables(row),
-                *use_tables(row),
+                *use_tables(row, traffic.users, has_more=traffic.has_more_users),
                 *(timeline if chart else []),
             ],
         )

@@ -10,37 +10,43 @@ from keyvault.admin.framework.charts import LineChart, Marker, Series, Sparkline
 from keyvault.admin.framework.components import Card
 from keyvault.admin.framework.widgets import counted, duration
 from keyvault.models import Key
-from keyvault.services.usage.series import choose_step, count_uses, floor
+from keyvault.services.usage.reports import TRACES
+from keyvault.services.usage.series import Traffic, choose_step, count_uses, read_traffic
 
 _DAY = timedelta(days=1)
 _COLORS = (1, 4, 5)
 _SPARK_STEP = timedelta(hours=1)
 
 
-def day_card(keys: Sequence[Key]) -> Card | None:
-    """Return the chart of the uses of the first three keys in the last 24 hours; None: they were not used."""
+def day_traffic(keys: Sequence[Key], *, users_of: Key | None = None) -> Traffic:
+    """Read the uses of the first three keys in the last 24 hours, and every user of a key."""
     now = datetime.now(UTC)
-    lines = [(key, "", color) for key, color in zip(keys, _COLORS, strict=False)]
-    return traffic_card(lines, now - _DAY, now, now)
+    step = choose_step(now - _DAY, now, now)
+    ids, listed = [key.key_id for key in keys[: len(_COLORS)]], "" if users_of is None else users_of.key_id
+    return read_traffic(ids, now - _DAY, now, step, users_of=listed, outcomes=TRACES)
+
+
+def day_card(keys: Sequence[Key], traffic: Traffic) -> Card | None:
+    """Return the chart of `day_traffic`; None: the keys were not used."""
+    return traffic_card([(key, "", color) for key, color in zip(keys, _COLORS, strict=False)], traffic, is_now=True)
 
 
 def traffic_card(
     lines: Sequence[tuple[Key, str, int]],
-    since: datetime,
-    until: datetime,
-    now: datetime,
+    traffic: Traffic,
     events: Sequence[tuple[datetime | None, str]] = (),
+    *,
+    is_now: bool,
 ) -> Card | None:
     """Return a chart with the uses of keys in a period; None: they were not used.
 
     Args:
         lines: each key with the beginning of its label, and the color of its line.
         events: times that the chart marks, with their labels; those outside the period are left out.
+        is_now: whether the period ends now.
     """
-    step = choose_step(since, until, now)
-    begin = floor(since, step)
-    counts = count_uses([key.key_id for key, _, _ in lines], begin, until, step)
-    if until == now and any(any(each[:-1]) for each in counts.values()):
+    step, begin, until, counts = traffic.step, traffic.begin, traffic.until, traffic.counts
+    if is_now and any(any(each[:-1]) for each in counts.values()):
         # The current step is not complete: its few uses would look like a fall.
         counts = {key_id: each[:-1] for key_id, each in counts.items()}
     series = [Series(f"{label} …{key.key_id[-6:]}".strip(), counts[key.key_id], color) for key, label, color in lines]
@@ -50,7 +56,7 @@ def traffic_card(
     form = "%-d %b" if step >= _DAY else "%-d %b %H:%M" if until - begin > _DAY + step else "%H:%M"
     moments = [f"{begin + step * index:{form}}" for index in range(count)]
     ticks = default_ticks(moments)
-    if until == now:
+    if is_now:
         ticks = [*ticks[:-1], Tick(1, "now")]
     whole = max((count - 1) * step, step)
     markers = [

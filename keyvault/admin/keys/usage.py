@@ -11,9 +11,7 @@ from keyvault.services.usage.reports import (
     KeyUser,
     describe_use,
     first_of_each_outcome,
-    has_more_users,
     networks_of,
-    read_users,
     versions_of,
 )
 
@@ -37,9 +35,11 @@ def use_facts(key: Key) -> Iterable[tuple[str, Any]]:
             yield label, moment(at)
 
 
-def use_tables(key: Key) -> Iterable[Table]:
-    """Yield the tables of users and networks; for a public key, shops and app versions come first."""
-    has_more, found = has_more_users(key.key_id), read_users(key.key_id)
+def use_tables(key: Key, found: Sequence[KeyUser], *, has_more: bool) -> Iterable[Table]:
+    """Yield the tables of users and networks; for a public key, shops and app versions come first.
+
+    `found`: of `read_users`. `has_more`: the key has more users.
+    """
     if key.credential.kind == KeyKind.PUBLIC:
         yield from _versions(found, has_more)
     users = first_of_each_outcome(found, _MAX_ROWS)

@@ -157,17 +157,23 @@ def exclude_collector(person: str, *subjects: str) -> None:
     `subjects`: the rotation, and the campaign or standing approval that covers it. Raises StateConflictError when the
     person reviewed one of their actions.
     """
-    if list_reviewed(person, subjects):
+    acts = list_actions(subjects)
+    if any(is_reviewed_by(act, person) for act in acts):
         raise StateConflictError("You reviewed the approval of this key. Another person must collect it.")
-    for act in BreakGlass.objects.filter(subject__in=subjects):
+    for act in acts:
         if act.reviewed_at is None and not _is_excluded(act, person):
             act.compare_and_swap(excluded_persons=f"{act.excluded_persons} {person}")
 
 
-def list_reviewed(person: str, subjects: Collection[str]) -> set[str]:
-    """Return the subjects with a break-glass action that the person reviewed, as its first or its last reviewer."""
-    is_reviewer = Q(first_reviewer_person=person) | Q(reviewer_person=person)
-    return set(BreakGlass.objects.filter(is_reviewer, subject__in=subjects).values_list("subject", flat=True))
+def list_actions(subjects: Collection[str]) -> list[BreakGlass]:
+    """Return the break-glass actions on these subjects with who acted, the oldest first."""
+    acts = BreakGlass.objects.filter(subject__in=subjects)
+    return list(acts.select_related("operator").order_by("created_at", "act_id"))
+
+
+def is_reviewed_by(act: BreakGlass, person: str) -> bool:
+    """Whether the person reviewed the action, as its first or its last reviewer."""
+    return person in (act.first_reviewer_person, act.reviewer_person)
 
 
 def scope_of(act: BreakGlass) -> AccessScope:

@@ -1,12 +1,12 @@
 """Read who uses a key, for people and for the rotation engine. `usage.recorder` writes these rows."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from django.db.models import Max, Min, OuterRef, Q, QuerySet, Subquery, Sum
+from django.db.models import DateTimeField, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum, Value
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.sources import OCCASION, OTHERS, Minutes, find_longest_gap, name_source, network_of
@@ -86,7 +86,7 @@ class SourceUse:
 
     `first_at`: when its first minute of allowed use began; `last_at`: its last allowed use; None: it had none.
     `denied_at`: the last time when it was denied. `longest_gap_seconds`: between two uses; None: it was seen only
-    once, so that no gap is known.
+    once, so that no gap is known. `moved_at`: its last allowed use of the key that stays in a rotation, if any.
     """
 
     name: str
@@ -94,6 +94,7 @@ class SourceUse:
     last_at: datetime | None
     denied_at: datetime | None
     longest_gap_seconds: int | None
+    moved_at: datetime | None = None
 
     @property
     def seen_at(self) -> datetime:
@@ -184,9 +185,8 @@ def first_of_each_outcome(users: Iterable[KeyUser], limit: int) -> list[KeyUser]
 def has_more_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int | None = None) -> bool:
     """Whether a key has more contexts of one of these outcomes than `limit`; None: than the lists read."""
     limit = MAX_READ if limit is None else limit
-    parts = [(_contexts(key_id, outcome), limit + 1) for outcome in outcomes]
-    found = Counter(outcome for _, outcome in _read_parts(parts))
-    return any(count > limit for count in found.values())
+    found = read_contexts([(contexts_of(key_id, outcome), limit + 1) for outcome in outcomes])
+    return any(count > limit for count in Counter(each.outcome for each in found.values()).values())
 
 
 def networks_of(users: Iterable[KeyUser], *, limit: int = 50) -> list[NetworkUse]:
@@ -210,37 +210,54 @@ def _sum(users: Collection[KeyUser]) -> tuple[int, int, datetime, datetime]:
 
 def read_users(key_id: str, outcomes: Collection[UseOutcome] = TRACES) -> list[KeyUser]:
     """Return the users among MAX_READ contexts of each of these outcomes, the latest first. Two queries."""
-    each_half = [_contexts(key_id, outcome).order_by(order) for outcome in outcomes for order in ("pk", "-pk")]
-    columns = ("source", "user_agent", "endpoint", "origin")
-    contexts = {pk: rest for pk, *rest in _read_parts([(half, MAX_READ // 2) for half in each_half], columns)}
+    contexts = read_contexts(parts_of_users(key_id, outcomes))
+    return list_context_users(contexts.values(), sum_uses(contexts))
+
+
+ContextUses = Mapping[int, tuple[int, datetime, datetime]]
+"""The number of uses, the first and the last use of each context that has any."""
+
+
+def sum_uses(contexts: Collection[int]) -> dict[int, tuple[int, datetime, datetime]]:
+    """Sum the uses of each context."""
     rows = UseBucket.objects.filter(context__in=contexts).order_by().values_list("context_id")
     totals = rows.annotate(total=Sum("count"), first=Min("first_at"), last=Max("last_at"))
+    return {pk: (total, first, last) for pk, total, first, last in totals}
+
+
+def list_context_users(contexts: Iterable[UseContext], uses: ContextUses) -> list[KeyUser]:
+    """Return the users of these contexts, the latest first."""
     users = [
-        KeyUser(source, user_agent, endpoint, origin, UseOutcome(outcome), total, first, last)
-        for (outcome, source, user_agent, endpoint, origin), total, first, last in (
-            (contexts[pk], *rest) for pk, *rest in totals
-        )
+        KeyUser(each.source, each.user_agent, each.endpoint, each.origin, UseOutcome(each.outcome), *uses[each.pk])
+        for each in contexts
+        if each.pk in uses
     ]
     users.sort(key=lambda user: (user.source, user.user_agent, user.endpoint, user.origin, user.outcome))
     users.sort(key=lambda user: user.last_at, reverse=True)
     return users
 
 
-def _contexts(key_id: str, outcome: UseOutcome) -> QuerySet[UseContext]:
+ContextPart = tuple[QuerySet[UseContext], int]
+"""Contexts, and how many of them to read."""
+
+
+def parts_of_users(key_id: str, outcomes: Collection[UseOutcome], *, spare: int = 0) -> list[ContextPart]:
+    """Select the contexts of a key that are listed: MAX_READ of each outcome, and `spare` more of the newest."""
+    half = MAX_READ // 2
+    each = [contexts_of(key_id, outcome) for outcome in outcomes]
+    return [part for rows in each for part in ((rows.order_by("pk"), half), (rows.order_by("-pk"), half + spare))]
+
+
+def contexts_of(key_id: str, outcome: UseOutcome) -> QuerySet[UseContext]:
     """Return a key's contexts of one outcome, which an index has in the order of their ids."""
     return UseContext.objects.filter(key=key_id, outcome=outcome)
 
 
-def _read_parts(
-    parts: Sequence[tuple[QuerySet[UseContext], int]], columns: Sequence[str] = ()
-) -> list[tuple[Any, ...]]:
-    """Read the ids, outcomes and columns of the first rows of each part, with their number, by one query."""
+def read_contexts(parts: Iterable[ContextPart]) -> dict[int, UseContext]:
+    """Read the first contexts of each part, by their ids, by one query."""
     # The limit is in a subquery: SQLite allows none in a part of a union.
-    limited = [
-        UseContext.objects.filter(pk__in=part.values("pk")[:most]).order_by().values_list("pk", "outcome", *columns)
-        for part, most in parts
-    ]
-    return list(limited[0].union(*limited[1:], all=True)) if limited else []
+    limited = [UseContext.objects.filter(pk__in=part.values("pk")[:most]).order_by() for part, most in parts]
+    return {row.pk: row for row in limited[0].union(*limited[1:], all=True)} if limited else {}
 
 
 MAX_SOURCES = 1_000
@@ -254,15 +271,13 @@ _MAX_EARLIER = 50
 """Maximum earlier keys of a credential whose sources count: a year of rotations with production's quiet period."""
 
 
-def find_sources(key_id: str) -> dict[str, SourceUse]:
+def find_sources(key_id: str, staying_id: str = "") -> dict[str, SourceUse]:
     """Return the sources of a private key by their names, the latest first. Beyond MAX_SOURCES they are OTHERS.
 
     A longest gap covers the uses of the credential's earlier keys by the same source: a rotation does not change when
-    a client calls.
+    a client calls. One query. `staying_id`: the key of which `moved_at` is the last use; empty: none.
     """
-    columns = ("name", "first_minute", "last_minute", "last_at", "denied_at", "longest_gap_minutes")
-    rows = list(KeySource.objects.filter(key=key_id).order_by("name").values_list(*columns)[: MAX_SOURCES + 1])
-    earlier = _list_earlier(key_id, [name for name, *_ in rows[:MAX_SOURCES]])
+    own, earlier = _read_sources(key_id, staying_id)
     found = [
         SourceUse(
             name,
@@ -270,26 +285,39 @@ def find_sources(key_id: str) -> dict[str, SourceUse]:
             last_at,
             denied_at,
             _gap_seconds((first, last, gap), earlier.get(name, [])),
+            moved_at,
         )
-        for name, first, last, last_at, denied_at, gap in rows[:MAX_SOURCES]
+        for name, first, last, gap, last_at, denied_at, moved_at in sorted(own)[:MAX_SOURCES]
     ]
-    if len(rows) > MAX_SOURCES:
+    if len(own) > MAX_SOURCES:
         last_at = find_last(key_id)
         found = [use for use in found if use.name != OTHERS]
         found.append(SourceUse(OTHERS, first_at=None, last_at=last_at, denied_at=last_at, longest_gap_seconds=None))
     return {use.name: use for use in sorted(found, key=lambda use: (use.seen_at, use.name), reverse=True)}
 
 
-def _list_earlier(key_id: str, names: Collection[str]) -> dict[str, list[Minutes]]:
-    """List the uses of the credential's earlier keys by these sources, by source."""
+def _read_sources(key_id: str, staying_id: str) -> tuple[list[Any], dict[str, list[Minutes]]]:
+    """Read the first sources of a key by name, and the uses of the credential's earlier keys by these, by source."""
+    first = KeySource.objects.filter(key=key_id).order_by("name")[: MAX_SOURCES + 1]
     issued_at = Key.objects.filter(pk=key_id).values("created_at")
-    earlier = Key.objects.filter(credential__keys=key_id, created_at__lt=issued_at).order_by("-created_at")
-    rows = KeySource.objects.filter(key__in=earlier.values("pk")[:_MAX_EARLIER], name__in=names)
-    found: dict[str, list[Minutes]] = {}
-    columns = ("name", "first_minute", "last_minute", "longest_gap_minutes")
-    for name, *minutes in rows.filter(first_minute__isnull=False).values_list(*columns):
-        found.setdefault(name, []).append((minutes[0], minutes[1], minutes[2]))
-    return found
+    keys = Key.objects.filter(credential__keys=key_id, created_at__lt=issued_at).order_by("-created_at")
+    # The limits are in subqueries: SQLite allows none in a part of a union.
+    own = KeySource.objects.filter(pk__in=first.values("pk"))
+    earlier = KeySource.objects.filter(
+        key__in=keys.values("pk")[:_MAX_EARLIER], name__in=first.values("name"), first_minute__isnull=False
+    )
+    moved = KeySource.objects.filter(key=staying_id, name=OuterRef("name")).values("last_at")
+    columns = ("key_id", "name", "first_minute", "last_minute", "longest_gap_minutes", "last_at", "denied_at")
+    rows = own.values_list(*columns, Subquery(moved)).union(
+        earlier.values_list(*columns, Value(None, DateTimeField())), all=True
+    )
+    found_own, found_earlier = [], dict[str, list[Minutes]]()
+    for source_key_id, name, *rest in rows:
+        if source_key_id == key_id:
+            found_own.append((name, *rest))
+        else:
+            found_earlier.setdefault(name, []).append((rest[0], rest[1], rest[2]))
+    return found_own, found_earlier
 
 
 def _gap_seconds(use: tuple[int | None, int | None, int], earlier: list[Minutes]) -> int | None:
@@ -319,10 +347,20 @@ def versions_of(users: Iterable[KeyUser], *, limit: int = 50) -> list[VersionUse
 
 def find_last(key_id: str, outcomes: Collection[UseOutcome] = SIGNS_OF_LIFE) -> datetime | None:
     """Return when the key was last seen with one of these outcomes. A rotation asks this often."""
-    seen = KeyAttempt.objects.filter(key=key_id, outcome__in=outcomes).values_list("last_at", flat=True)
+    return find_last_of_keys([key_id], outcomes).get(key_id)
+
+
+def find_last_of_keys(
+    key_ids: Collection[str], outcomes: Collection[UseOutcome] = SIGNS_OF_LIFE
+) -> dict[str, datetime]:
+    """Return when each of these keys was last seen with one of these outcomes, by one query."""
+    seen = KeyAttempt.objects.filter(key__in=key_ids, outcome__in=outcomes).values_list("key_id", "last_at")
     if UseOutcome.ALLOWED in outcomes:
-        seen = seen.union(KeyUse.objects.filter(key=key_id).values_list("last_at", flat=True), all=True)
-    return max(seen, default=None)
+        seen = seen.union(KeyUse.objects.filter(key__in=key_ids).values_list("key_id", "last_at"), all=True)
+    found: dict[str, datetime] = {}
+    for key_id, at in seen:
+        found[key_id] = max(at, found.get(key_id, at))
+    return found
 
 
 def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
@@ -331,8 +369,8 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
     At most _MAX_ATTEMPTS known ones and as many unknown ones; never all of one kind instead of the other. Reads
     only the latest MAX_SOURCES sources of `KeySource`, and OTHERS.
     """
-    tried_at, unknown_at = _find_attempt(key_id)
-    if tried_at is None or tried_at < since:
+    attempt = KeyAttempt.objects.filter(key=key_id, outcome=UseOutcome.REFUSED, last_at__gte=since).first()
+    if attempt is None:
         return []  # the usual case, without the searches for sources
     refused = KeySource.objects.filter(key=key_id, refused_at__gte=since)
     columns = refused.annotate(is_known=_is_known(since)).values_list("name", "refused_at", "is_known")
@@ -341,8 +379,8 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
         # Many sources in one row, so it must not be missing.
         latest += [each for each in columns.filter(name=OTHERS) if each not in latest]
     found = [UseAttempt(name, at, bool(is_known)) for name, at, is_known in latest]
-    if unknown_at is not None and unknown_at >= since:
-        found += _list_unknown(key_id, since) or [UseAttempt(OTHERS, unknown_at, is_known=False)]
+    if attempt.unknown_at is not None and attempt.unknown_at >= since:
+        found += _list_unknown(key_id, since) or [UseAttempt(OTHERS, attempt.unknown_at, is_known=False)]
     found.sort(key=lambda attempt: attempt.source)
     found.sort(key=lambda attempt: attempt.last_at, reverse=True)
     left = {True: _MAX_ATTEMPTS, False: _MAX_ATTEMPTS}
@@ -359,19 +397,13 @@ def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -
 
     `without`: names of sources whose attempts do not count.
     """
-    tried_at, unknown_at = _find_attempt(key_id)
-    if tried_at is None or tried_at < since:
-        return UseAttempts()  # the usual case, without the sources
     refused = KeySource.objects.filter(key=key_id, refused_at__gte=since).exclude(name__in=without)
-    latest = refused.order_by("-refused_at").values_list("refused_at", flat=True)
-    tried = [at for at in (latest.first(), unknown_at) if at is not None and at >= since]
-    return UseAttempts(max(tried, default=None), latest.filter(_is_known(since)).first())
-
-
-def _find_attempt(key_id: str) -> tuple[datetime | None, datetime | None]:
-    """Return the last attempt to use a suspended key, and the last one by a source that had not used the key."""
-    attempt = KeyAttempt.objects.filter(key=key_id, outcome=UseOutcome.REFUSED)
-    return next(iter(attempt.values_list("last_at", "unknown_at")), (None, None))
+    latest = refused.order_by("-refused_at").values("refused_at")
+    attempt = KeyAttempt.objects.filter(key=key_id, outcome=UseOutcome.REFUSED, last_at__gte=since)
+    columns = ("unknown_at", Subquery(latest[:1]), Subquery(latest.filter(_is_known(since))[:1]))
+    unknown_at, tried_at, known_at = next(iter(attempt.values_list(*columns)), (None, None, None))
+    tried = [at for at in (tried_at, unknown_at) if at is not None and at >= since]
+    return UseAttempts(max(tried, default=None), known_at)
 
 
 def _is_known(before: datetime) -> Q:

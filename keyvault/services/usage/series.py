@@ -1,13 +1,23 @@
 """Uses of keys over time, for charts."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from django.conf import settings
-from django.db.models import Sum
+from django.db.models import DateTimeField, Max, Min, Sum, Value
 
-from keyvault.models import UseBucket, UseContext
-from keyvault.models.usage import SIGNS_OF_LIFE, UseSpan
+from keyvault.models import UseBucket
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
+from keyvault.services.usage.reports import (
+    MAX_READ,
+    KeyUser,
+    contexts_of,
+    list_context_users,
+    parts_of_users,
+    read_contexts,
+)
 
 MAX_CONTEXTS = 200
 """Maximum rows of `UseContext` that one chart adds up. Each key and outcome has an equal share, for its newest rows.
@@ -42,30 +52,74 @@ def floor(at: datetime, step: timedelta) -> datetime:
     return datetime.fromtimestamp(int(at.timestamp()) // seconds * seconds, UTC)
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The uses of keys over time, and the users of one of the keys.
+
+    `counts`: the uses of each key, allowed or denied, in each step from `begin` to `until`. `users`: the latest first.
+    `has_more_users`: the key has more contexts than are read.
+    """
+
+    begin: datetime
+    until: datetime
+    step: timedelta
+    counts: dict[str, list[int]]
+    users: list[KeyUser]
+    has_more_users: bool
+
+
 def count_uses(key_ids: Collection[str], since: datetime, until: datetime, step: timedelta) -> dict[str, list[int]]:
     """Return the uses of each key, allowed or denied, in each step from that of `since` to that of `until`.
 
     Two queries for all keys.
     """
+    return read_traffic(key_ids, since, until, step).counts
+
+
+def read_traffic(
+    key_ids: Collection[str],
+    since: datetime,
+    until: datetime,
+    step: timedelta,
+    *,
+    users_of: str = "",
+    outcomes: Collection[UseOutcome] = (),
+) -> Traffic:
+    """Read what `count_uses` returns, and the users of one key that `read_users` does, by two queries for both.
+
+    `users_of`: the key whose users with these outcomes are read; empty: none.
+    """
     begin = floor(since, step)
     counts = {key_id: [0] * (int((floor(until, step) - begin) / step) + 1) for key_id in key_ids}
-    key_of = _find_contexts(key_ids)
-    buckets = UseBucket.objects.filter(context__in=list(key_of), minute__gte=begin, minute__lte=until).order_by()
-    for context_id, minute, count in buckets.values_list("context_id", "minute").annotate(Sum("count")):
-        counts[key_of[context_id]][int((minute - begin) / step)] += count
-    return counts
-
-
-def _find_contexts(key_ids: Collection[str]) -> dict[int, str]:
-    """Return the contexts that count, each with its key."""
     pairs = [(key_id, outcome) for key_id in key_ids for outcome in SIGNS_OF_LIFE]
-    if not pairs:
-        return {}
-    share = max(MAX_CONTEXTS // len(pairs), 1)
-    newest = (
-        UseContext.objects.filter(key=key_id, outcome=outcome).order_by("-pk").values("pk")[:share]
-        for key_id, outcome in pairs
-    )
-    # The limit is in a subquery: SQLite allows none in a part of a union.
-    parts = [UseContext.objects.filter(pk__in=ids).order_by().values_list("pk", "key_id") for ids in newest]
-    return dict(parts[0].union(*parts[1:], all=True))
+    share = max(MAX_CONTEXTS // len(pairs), 1) if pairs else 0
+    newest = [(contexts_of(*pair).order_by("-pk"), share) for pair in pairs]
+    contexts = read_contexts([*newest, *(parts_of_users(users_of, outcomes, spare=1) if users_of else ())])
+    groups: dict[tuple[str, UseOutcome], list[int]] = {}
+    for pk in sorted(contexts):
+        groups.setdefault((contexts[pk].key_id, UseOutcome(contexts[pk].outcome)), []).append(pk)
+    charted = [pk for pair in pairs for pk in groups.get(pair, [])[-share:]]
+    listed = [groups.get((users_of, outcome), []) for outcome in outcomes]
+    has_more = any(len(each) > MAX_READ for each in listed)
+    uses = dict[int, tuple[int, datetime, datetime]]()
+    for pk, minute, *use in _read_buckets(charted, (begin, until), [pk for each in listed for pk in each]):
+        if minute is None:
+            uses[pk] = (use[0], use[1], use[2])
+        else:
+            counts[contexts[pk].key_id][int((minute - begin) / step)] += use[0]
+    return Traffic(begin, until, step, counts, list_context_users(contexts.values(), uses), has_more)
+
+
+def _read_buckets(
+    charted: Collection[int], period: tuple[datetime, datetime], listed: Collection[int]
+) -> Iterable[tuple[Any, ...]]:
+    """Return the context, minute, number of uses, first and last use: of each minute of the charted contexts in the
+    period, and, without a minute, of each listed context in total.
+    """
+    uses = {"total": Sum("count"), "first": Min("first_at"), "last": Max("last_at")}
+    buckets = UseBucket.objects.order_by()
+    minutes = buckets.filter(context__in=charted, minute__range=period).values_list("context_id", "minute")
+    totals = buckets.filter(context__in=listed).values_list("context_id", Value(None, DateTimeField()))
+    parts = [minutes.annotate(**uses)] if charted else []
+    parts += [totals.annotate(**uses)] if listed else []
+    return parts[0].union(*parts[1:], all=True) if parts else ()

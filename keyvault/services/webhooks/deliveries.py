@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from django.conf import settings
 from django.db import connection, transaction
-from django.db.models import Exists, Min, OuterRef, QuerySet
+from django.db.models import Exists, OuterRef, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -109,17 +109,18 @@ def find_delivery_report(kind: NoticeKind, subject: str) -> DeliveryReport:
 
     The report is available for as long as deliveries are kept.
     """
-    notices = Notice.objects.filter(kind=kind, subject=subject)
-    deliveries = WebhookDelivery.objects.filter(notice__in=notices)
-    delivered_at = deliveries.aggregate(first=Min("delivered_at"))["first"]
+    notices = Notice.objects.filter(kind=kind, subject=subject).order_by("deliveries__state", "deliveries__pk")
+    rows = list(notices.values_list("deliveries__state", "deliveries__delivered_at", "deliveries__last_error"))
+    made = [row for row in rows if row[0] is not None]  # a notice without any has one row
+    if not rows:
+        return DeliveryReport(None, has_failed=False, reason="nothing was announced yet")
+    if not made:
+        return DeliveryReport(None, has_failed=True, reason="the account had no enabled webhook endpoint")
+    delivered_at = min((at for _, at, _ in made if at is not None), default=None)
     if delivered_at is not None:
         return DeliveryReport(delivered_at, has_failed=False, reason="")
-    if not notices.exists():
-        return DeliveryReport(None, has_failed=False, reason="nothing was announced yet")
-    last = deliveries.order_by("state", "pk").first()
-    if last is None:
-        return DeliveryReport(None, has_failed=True, reason="the account had no enabled webhook endpoint")
-    return DeliveryReport(None, has_failed=last.state == DeliveryState.GIVEN_UP, reason=last.last_error)
+    state, _, last_error = made[0]
+    return DeliveryReport(None, has_failed=state == DeliveryState.GIVEN_UP, reason=last_error)
 
 
 def forget_old_deliveries(now: datetime) -> None:

@@ -1,7 +1,7 @@
 """The facts of a rotation: gathered for `states.next_step`, and recorded as evidence once proved."""
 
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,8 +26,7 @@ from keyvault.services.usage.reports import (
     SourceUse,
     UseAttempts,
     find_attempts,
-    find_last,
-    find_last_of_sources,
+    find_last_of_keys,
     find_sources,
     find_users,
     has_more_users,
@@ -46,15 +45,17 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
     groups = {group for group, stages in READ_IN.items() if stage in stages}
     retiring = replacement if stage is RotationState.ROLLING_BACK else rotation.predecessor
     observed = observe(now, rotation.credential.environment) if FactGroup.OBSERVATION in groups else _NOT_OBSERVED
+    keys = [key.key_id for key in (rotation.predecessor, replacement) if key is not None]
+    last_uses = find_last_of_keys(keys) if FactGroup.LAST_USES in groups else {}
     unconfirmed = list_unconfirmed(replacement) if replacement and FactGroup.ACCEPTANCE in groups else None
     is_notified, has_failed = _find_notification(rotation) if FactGroup.NOTIFICATION in groups else (True, False)
     return Facts(
         state=rotation.current_state,
         plan=rotation.approved_plan,
         entered_at=rotation.entered_at,
-        predecessor=_key_facts(rotation, rotation.predecessor, retiring, groups, now),
+        predecessor=_key_facts(rotation, rotation.predecessor, retiring, last_uses, groups, now),
         kind=KeyKind(rotation.credential.kind),
-        replacement=None if replacement is None else _key_facts(rotation, replacement, retiring, groups, now),
+        replacement=None if replacement is None else _key_facts(rotation, replacement, retiring, last_uses, groups, now),
         deadline=rotation.deadline_at,
         retire_at=rotation.retire_at,
         stalled_from=None if rotation.stalled_from is None else RotationState(rotation.stalled_from),
@@ -93,15 +94,14 @@ def _gather_sources(rotation: Rotation) -> Iterator[SourceFacts]:
     staying, retiring = keys if rolls_back else reversed(keys)
     if staying is None or retiring is None:
         return
-    sources = find_sources(retiring.key_id)
+    sources = find_sources(retiring.key_id, staying.key_id)
     waived = list_waived(rotation, retiring) if sources else set()
-    moved = find_last_of_sources(staying.key_id, sources)
     delivered_at = rotation.written_back_at if rolls_back else rotation.delivered_at
     for use in sources.values():
         yield SourceFacts(
             use.name,
             used_at=use.seen_at,
-            moved_at=moved.get(use.name),
+            moved_at=use.moved_at,
             gap_seconds=find_gap(use, rotation.credential.environment, delivered_at),
             is_waived=use.name in waived,
         )
@@ -109,8 +109,8 @@ def _gather_sources(rotation: Rotation) -> Iterator[SourceFacts]:
 
 def list_waived(rotation: Rotation, key: Key) -> set[str]:
     """List the names of the sources that operators have waived for the key that is being retired."""
-    waivers = rotation.evidence.filter(kind=EvidenceKind.SOURCE_WAIVED, seen__key_id=key.key_id)
-    return {seen["source"] for seen in waivers.values_list("seen", flat=True)}
+    waivers = (each.seen for each in rotation.evidence.all() if each.kind == EvidenceKind.SOURCE_WAIVED)
+    return {seen["source"] for seen in waivers if seen["key_id"] == key.key_id}
 
 
 def find_gap(use: SourceUse, environment: Environment, delivered_at: datetime | None) -> int | None:
@@ -150,7 +150,12 @@ def _find_notification(rotation: Rotation) -> tuple[bool, bool]:
 
 
 def _key_facts(
-    rotation: Rotation, key: Key, retiring: Key | None, groups: Collection[FactGroup], now: datetime
+    rotation: Rotation,
+    key: Key,
+    retiring: Key | None,
+    last_uses: Mapping[str, datetime],
+    groups: Collection[FactGroup],
+    now: datetime,
 ) -> KeyFacts:
     """Gather the facts of one key. `retiring`: the key that is being retired; `groups`: those that the stage reads."""
     attempts = _find_attempts(rotation, key) if key is retiring else UseAttempts()
@@ -159,7 +164,7 @@ def _key_facts(
         state=KeyState(key.state),
         # A key that was revoked by hand did not expire, even if its expiry has passed since.
         is_expired=key.retirement == RetirementReason.EXPIRED or (key.state not in DEAD_STATES and _is_past(key, now)),
-        last_used_at=find_last(key.key_id) if FactGroup.LAST_USES in groups else None,
+        last_used_at=last_uses.get(key.key_id),
         tried_at=attempts.last_at,
         tried_by_known_at=attempts.last_known_at,
         material_destroyed=key.material in {Material.NONE, Material.DESTROYED},
@@ -175,10 +180,7 @@ def _find_attempts(rotation: Rotation, retiring: Key) -> UseAttempts:
     is_ignored = rotation.credential.kind == KeyKind.PUBLIC and rotation.stage is not RotationState.ROLLING_BACK
     if rotation.quarantined_at is None or is_ignored:
         return UseAttempts()
-    attempts = find_attempts(retiring.key_id, rotation.quarantined_at)
-    if attempts.last_at is None or not (waived := list_waived(rotation, retiring)):
-        return attempts
-    return find_attempts(retiring.key_id, rotation.quarantined_at, waived)
+    return find_attempts(retiring.key_id, rotation.quarantined_at, list_waived(rotation, retiring))
 
 
 def _is_past(key: Key, now: datetime) -> bool:

@@ -1,8 +1,10 @@
 """Manual changes to a rotation: abort, roll back, resume, extend, confirm, retire, collect; and the acknowledgement."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
+
+from django.db.models import prefetch_related_objects
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -15,7 +17,7 @@ from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import BreakGlass, Material
-from keyvault.services.approvals.break_glass import exclude_collector, list_reviewed, note_break_glass
+from keyvault.services.approvals.break_glass import exclude_collector, is_reviewed_by, list_actions, note_break_glass
 from keyvault.services.approvals.four_eyes import note_command_line_approval, require_authority
 from keyvault.services.issuance.requests import approvals_needed
 from keyvault.services.keys.lifecycle import discard_key, resume_key
@@ -28,10 +30,10 @@ from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.plan_fields import Proof, default_of
 from rotation.domain.policy import find_far_faults
 from rotation.domain.states import CLOSED
-from rotation.models import EvidenceKind, Retirement, Rotation, RotationApproval
+from rotation.models import EvidenceKind, Retirement, Rotation
 from rotation.services.rotations.facts import list_waived, note_evidence
 from rotation.services.rotations.reports import about, get_rotation, subject_of
-from rotation.services.rotations.requests import announce_end
+from rotation.services.rotations.requests import BYPASSED, announce_end
 from rotation.services.rotations.side_effects import announce_replacement, has_unsettled_delivery
 from rotation.services.rotations.turns import wake_rotation
 
@@ -441,28 +443,36 @@ def acknowledge(grant: Grant, rotation: Rotation) -> None:
         wake_rotation(rotation, grant.at)
 
 
-def may_collect(rotation: Rotation, person: str) -> bool:
+def may_collect(rotation: Rotation, person: str, acts: Iterable[BreakGlass]) -> bool:
     """Whether the person may collect the replacement: anyone who neither approved, bypassed nor reviewed its approval.
 
     An operator who requested it and bypassed the approval may, too. A scheduled rotation's requester is the author of
     the schedule, who may be absent when the key can be collected.
+
+    `acts`: the break-glass actions on the approval, see `list_approval_acts`; those of other rotations do not count.
     """
-    return bool(list_collectable([rotation], person))
+    if rotation.requested_via_id is None and person == rotation.requester_person:
+        return True
+    if any(approval.person == person for approval in rotation.approvals.all()):
+        return False
+    subjects = _list_approved(rotation)
+    return not any(
+        is_reviewed_by(act, person) or (act.event == BYPASSED and act.person == person)
+        for act in acts
+        if act.subject in subjects
+    )
 
 
 def list_collectable(rotations: Sequence[Rotation], person: str) -> list[Rotation]:
-    """Return the rotations for which `may_collect` holds, with three queries however many there are."""
-    ids = [rotation.rotation_id for rotation in rotations]
-    subjects = {each for rotation in rotations for each in _list_approved(rotation)}
-    approved = RotationApproval.objects.filter(rotation__in=ids, person=person).values_list("rotation_id", flat=True)
-    bypassed = BreakGlass.objects.filter(event="rotation.bypassed", subject__in=ids, person=person)
-    decided = {*approved, *bypassed.values_list("subject", flat=True), *list_reviewed(person, subjects)}
-    return [
-        rotation
-        for rotation in rotations
-        if (rotation.requested_via_id is None and person == rotation.requester_person)
-        or decided.isdisjoint(_list_approved(rotation))
-    ]
+    """Return the rotations for which `may_collect` holds, with two queries however many there are."""
+    prefetch_related_objects(rotations, "approvals")
+    acts = list_actions({subject for rotation in rotations for subject in _list_approved(rotation)})
+    return [rotation for rotation in rotations if may_collect(rotation, person, acts)]
+
+
+def list_approval_acts(rotation: Rotation) -> list[BreakGlass]:
+    """List the break-glass actions on the approval of the rotation, the oldest first."""
+    return list_actions(_list_approved(rotation))
 
 
 def _list_approved(rotation: Rotation) -> list[str]:
@@ -478,7 +488,9 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
     """
     operator = grant.principal
     key = rotation.replacement
-    if not isinstance(operator, OperatorPrincipal) or not may_collect(rotation, operator.person):
+    if not isinstance(operator, OperatorPrincipal) or not may_collect(
+        rotation, operator.person, list_approval_acts(rotation)
+    ):
         raise StateConflictError(
             "A person who approved the rotation, or bypassed or reviewed its approval, cannot collect its key."
         )

@@ -1,5 +1,7 @@
 """Read access to rotations, for the API, the console and the command line."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from django.db.models import Q
@@ -10,7 +12,7 @@ from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Credential, Key
 from keyvault.services.usage.reports import MAX_USERS, has_more_users, list_users
 from rotation.domain.events import RotationState
-from rotation.domain.silence import AwaitedSource
+from rotation.domain.silence import AwaitedSource, SourceFacts
 from rotation.domain.states import CLOSED, Move, Wait, list_awaited_sources, next_step
 from rotation.models import Rotation
 from rotation.services.rotations.facts import gather_facts
@@ -21,19 +23,19 @@ S = RotationState
 def describe(rotation: Rotation, now: datetime) -> dict[str, JsonValue]:
     """Describe the rotation for the API, the console and the command line, without any secret."""
     plan = rotation.readable_plan
-    waiting_for, awaited, _ = find_waits(rotation, now)
+    waits = find_waits(rotation, now)
     return {
         **summarize(rotation),
-        "waiting_for": waiting_for,
+        "waiting_for": waits.waiting_for,
         "waiting_sources": [
             {
                 "source": source.name,
                 "last_used_at": format_timestamp(source.used_at),
                 "until": format_timestamp(source.until),
             }
-            for source in awaited[:MAX_AWAITED]
+            for source in waits.awaited[:MAX_AWAITED]
         ],
-        "has_more_waiting_sources": len(awaited) > MAX_AWAITED,
+        "has_more_waiting_sources": len(waits.awaited) > MAX_AWAITED,
         "plan": rotation.plan if plan is None else plan.as_shown(),
         "approvals": [approval.approver.username for approval in rotation.approvals.select_related("approver")],
         "handover": None if rotation.delivered_at is None else rotation.handover,
@@ -87,21 +89,33 @@ MAX_AWAITED = 50
 """Maximum sources shown that a rotation waits for, the latest first."""
 
 
-def find_waits(rotation: Rotation, now: datetime) -> tuple[str | None, list[AwaitedSource], datetime | None]:
-    """Return what the rotation waits for, the sources whose silence it awaits, and when the wait ends by itself.
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What a rotation waits for.
 
-    The sources are found while it is stalled, too. No time: the wait ends with an event.
+    `waiting_for`: None if it is closed. `awaited`: the sources whose silence it awaits, also while it is stalled.
+    `until`: when the wait ends by itself; None: with an event. `sources`: all sources of the key that is being
+    retired, in the stages that judge their silence.
     """
+
+    waiting_for: str | None
+    awaited: list[AwaitedSource] = field(default_factory=list)
+    until: datetime | None = None
+    sources: Sequence[SourceFacts] = ()
+
+
+def find_waits(rotation: Rotation, now: datetime) -> Waits:
+    """Return what the rotation waits for."""
     if rotation.current_state in CLOSED:
-        return None, [], None
+        return Waits(None)
     if rotation.readable_plan is None:
-        return "a release that can read its plan", [], None
+        return Waits("a release that can read its plan")
     facts = gather_facts(rotation, now)
     step = next_step(facts, now)
     awaited = list_awaited_sources(facts)
     if isinstance(step, Move):
-        return "its next turn", awaited, None
-    return step.waiting_for, awaited, step.until if isinstance(step, Wait) else None
+        return Waits("its next turn", awaited, sources=facts.sources)
+    return Waits(step.waiting_for, awaited, step.until if isinstance(step, Wait) else None, facts.sources)
 
 
 def get_rotation(rotation_id: str) -> Rotation:

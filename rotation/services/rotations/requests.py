@@ -291,6 +291,10 @@ def approve_rotation(grant: Grant, rotation: Rotation, plan_digest: str) -> Rota
     return rotation
 
 
+BYPASSED = "rotation.bypassed"
+"""Event of a bypass, also of its break-glass action."""
+
+
 def bypass_rotation(grant: Grant, rotation: Rotation, plan_digest: str, reason: str) -> Rotation:
     """Bypass the approval (break-glass): raise an alarm and require a review by a second person.
 
@@ -303,11 +307,11 @@ def bypass_rotation(grant: Grant, rotation: Rotation, plan_digest: str, reason: 
         raise StateConflictError("The plan is not what you were shown. Review it again.")
     account = rotation.credential.account
     with recorded(
-        grant, P.ROTATIONS_BYPASS, "rotation.bypassed", account=account, **about(rotation), why=clean_text(reason, 300)
+        grant, P.ROTATIONS_BYPASS, BYPASSED, account=account, **about(rotation), why=clean_text(reason, 300)
     ):
         note_break_glass(
             grant,
-            event="rotation.bypassed",
+            event=BYPASSED,
             subject=rotation.rotation_id,
             requester_person=rotation.requester_person,
             why=f"no second person: {reason}",

@@ -8,7 +8,7 @@ import pytest
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
 from keyvault.admin.framework.charts import LineChart
-from keyvault.admin.keys.traffic import day_card
+from keyvault.admin.keys.traffic import day_card, day_traffic
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key, KeyUse, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
@@ -135,7 +135,7 @@ def test_chart_leaves_out_the_step_that_is_not_complete(desk: Desk) -> None:
 
 
 def _counts_of(key: Key) -> list[float]:
-    card = day_card([key])
+    card = day_card([key], day_traffic([key]))
     assert card is not None
     assert isinstance(card.body, LineChart)
     return list(card.body.series[0].values)

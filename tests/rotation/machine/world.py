@@ -277,7 +277,7 @@ class World:
     def waive(self) -> None:
         """Waive every source that the latest rotation waits for."""
         rotation = self.rotation
-        for awaited in find_waits(rotation, self.now)[1]:
+        for awaited in find_waits(rotation, self.now).awaited:
             grant = self.grant("tam", P.ROTATIONS_WRITE)
             interventions.waive_source(grant, self.rotation, awaited.name, "it has ended, says their CTO")
 

@@ -172,7 +172,7 @@ class ServicePeople(People):
 
     def _waive_awaited(self, rotation: StoredRotation) -> None:
         credential = rotation.credential
-        awaited = find_waits(get_rotation(rotation.rotation_id), self._world.clock.now)[1]
+        awaited = find_waits(get_rotation(rotation.rotation_id), self._world.clock.now).awaited
         for name in [source.name for source in awaited]:
             if self._attempt(credential, lambda name=name: self._waive_source(rotation, name)):  # type: ignore[misc]  # bound now
                 rotation.waived.add(name)
