@@ -47,6 +47,9 @@ class Operator(RecordedModel, AbstractUser):
     invitation_digest = models.CharField(max_length=64, null=True, unique=True)
     invitation_expires_at = at()
 
+    group_names: frozenset[str] | None = None
+    """Names of the groups, if they were read with the row; never after a change of the groups."""
+
     objects: ClassVar[OperatorManager] = OperatorManager()  # type: ignore[assignment]  # of users, with the same guard
 
     class Meta(AbstractUser.Meta):
@@ -59,7 +62,8 @@ class Operator(RecordedModel, AbstractUser):
     @property
     def roles(self) -> frozenset[Role]:
         known = {role.value for role in Role}
-        return frozenset(Role(name) for name in self.groups.values_list("name", flat=True) if name in known)
+        names = self.groups.values_list("name", flat=True) if self.group_names is None else self.group_names
+        return frozenset(Role(name) for name in names if name in known)
 
     @property
     def access_scope(self) -> AccessScope:

@@ -168,9 +168,8 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
     names = [name_source(user.source, user.user_agent) for user in users]
     is_old = key is row.predecessor
     other_id = row.replacement_id if is_old else row.predecessor_id
-    if waits.sources or other_id is None:
-        moved = {source.name: source.moved_at for source in waits.sources if source.moved_at is not None}
-    else:
+    moved = {source.name: source.moved_at for source in waits.sources if source.moved_at is not None}
+    if not waits.sources and other_id is not None and row.credential.kind == KeyKind.PRIVATE:
         moved = find_last_of_sources(other_id, set(names))
     until = {source.name: source.until for source in waits.awaited}
     every_use = link(reverse("admin:keyvault_key_change", args=[key.pk]), "every use")

@@ -4,23 +4,25 @@ On all other paths a cookie grants nothing, costs no query, and does not change 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from django.conf import settings
 from django.contrib import admin
 from django.contrib.auth import REDIRECT_FIELD_NAME
-from django.contrib.auth.middleware import AuthenticationMiddleware
+from django.contrib.auth.middleware import AuthenticationMiddleware, get_user
 from django.contrib.messages.middleware import MessageMiddleware
 from django.contrib.sessions.middleware import SessionMiddleware
 from django.http import HttpRequest, HttpResponse, HttpResponseForbidden, HttpResponseRedirect
 from django.middleware.csrf import CsrfViewMiddleware
 from django.urls import reverse
 from django.utils.deprecation import MiddlewareMixin
+from django.utils.functional import SimpleLazyObject
 
 from keyvault.admin.framework.plain_pages import is_of_this_site, late_form_page
 from keyvault.domain.browsers import name_browser
-from keyvault.services.sessions.store import SessionStore
+from keyvault.services.sessions.store import SessionStore, read_with_session
 from keyvault.wire.headers import address_from_environ
 
 ViewT = TypeVar("ViewT", bound=Callable[..., Any])
@@ -72,7 +74,20 @@ class ConsoleSessionMiddleware(_ConsoleOnly, SessionMiddleware):
 
 
 class ConsoleAuthenticationMiddleware(_ConsoleOnly, AuthenticationMiddleware):
-    pass
+    """Django's middleware, which verifies the session. The operator was read with it."""
+
+    def process_request(self, request: HttpRequest) -> None:
+        super().process_request(request)
+        request.user = SimpleLazyObject(partial(_load_operator, request))
+
+
+def _load_operator(request: HttpRequest) -> Any:
+    session = request.session
+    token = read_with_session.set(session.operator if isinstance(session, SessionStore) else None)
+    try:
+        return get_user(request)
+    finally:
+        read_with_session.reset(token)
 
 
 class ConsoleMessageMiddleware(_ConsoleOnly, MessageMiddleware):

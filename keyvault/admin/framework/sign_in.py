@@ -23,6 +23,7 @@ from keyvault.services.sessions.devices import DEVICE_LIFETIME, write_device
 from keyvault.services.sessions.guessing import SignInLockedError
 from keyvault.services.sessions.second_factors import FactorAttempt
 from keyvault.services.sessions.sign_in import SignInAttempt, sign_in
+from keyvault.services.sessions.store import read_with_session
 from keyvault.services.sessions.step_up import forget_second_factor, has_passed_second_factor
 from keyvault.wire.headers import address_from_environ
 
@@ -31,6 +32,13 @@ TOO_MANY_REQUESTS = 429
 
 class SessionBackend(ModelBackend):
     """Load the operator of a session. It verifies no password, which would bypass the failure counter."""
+
+    def get_user(self, user_id: int) -> Operator | None:
+        """Return the operator that was read with the session of the request, or read it."""
+        known = read_with_session.get()
+        if known is None or known.pk != user_id:
+            return super().get_user(user_id)
+        return known if self.user_can_authenticate(known) else None
 
     def authenticate(
         self, request: HttpRequest | None, username: str | None = None, password: str | None = None, **kwargs: Any

@@ -3,6 +3,7 @@
 The row has the digest of the session's key, so that a copy of the database opens no session.
 """
 
+from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 from django.contrib.auth import SESSION_KEY
 from django.contrib.sessions.backends.db import SessionStore as DatabaseSessionStore
 from django.contrib.sessions.exceptions import SessionInterrupted
+from django.db.models import F
 
 from keyvault.access.limits import SESSION_IDLE_SECONDS, SESSION_SECONDS
-from keyvault.models import ConsoleSession
+from keyvault.models import ConsoleSession, Operator
 
 USE_INTERVAL = timedelta(minutes=1)
 """Minimum interval between two writes that record the use of a session."""
@@ -22,6 +24,10 @@ _EXPIRY = "_session_expiry"
 
 _STARTED = "_started_at"
 """Member of the session's data: the time when it started, in seconds. It survives a change of the key."""
+
+
+read_with_session: ContextVar[Operator | None] = ContextVar("read_with_session", default=None)
+"""The operator that was read with the session, while Django loads and verifies the session's user."""
 
 
 def session_id(session_key: str) -> str:
@@ -86,12 +92,22 @@ class SessionStore(DatabaseSessionStore):
         return self._row
 
     def _get_session_from_db(self) -> ConsoleSession | None:
+        """Read the session with its operator and the names of the operator's groups, by one query for each request."""
         if self.session_key is not None:
-            current = ConsoleSession.objects.filter(expire_date__gt=datetime.now(UTC))
-            self._row = current.filter(pk=session_id(self.session_key)).first()
+            current = ConsoleSession.objects.filter(pk=session_id(self.session_key), expire_date__gt=datetime.now(UTC))
+            rows = list(current.select_related("operator").annotate(group_name=F("operator__groups__name")))
+            self._row = rows[0] if rows else None
+            if self._row is not None and self._row.operator is not None:
+                self._row.operator.group_names = frozenset(filter(None, (row.group_name for row in rows)))
         if self._row is None:
             self._session_key = None
         return self._row
+
+    @property
+    def operator(self) -> Operator | None:
+        """The operator as it was read with the session; None before the sign-in."""
+        self._get_session()  # type: ignore[attr-defined]  # not in the stubs
+        return None if self._row is None else self._row.operator
 
 
 def _end_of(started_at: datetime, used_at: datetime) -> datetime:

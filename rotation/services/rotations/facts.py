@@ -92,8 +92,8 @@ def _gather_sources(rotation: Rotation) -> Iterator[SourceFacts]:
     """Yield the sources of the key that is being retired, the latest first."""
     keys, rolls_back = (rotation.predecessor, rotation.replacement), rotation.stage is RotationState.ROLLING_BACK
     staying, retiring = keys if rolls_back else reversed(keys)
-    if staying is None or retiring is None:
-        return
+    if staying is None or retiring is None or rotation.credential.kind == KeyKind.PUBLIC:
+        return  # the sources of public keys are not recorded
     sources = find_sources(retiring.key_id, staying.key_id)
     waived = list_waived(rotation, retiring) if sources else set()
     delivered_at = rotation.written_back_at if rolls_back else rotation.delivered_at

@@ -243,15 +243,20 @@ def may_be_confirmed(rotation: Rotation) -> bool:
     plan = rotation.readable_plan
     if plan is None:
         return False
-    # A credential that was dormant when planned is no longer dormant once its old key is used.
-    is_dormant = plan.is_dormant and find_last(rotation.predecessor_id) is None
-    needs_confirmation = plan.proof is Proof.CONFIRMATION or is_dormant
     if rotation.state == S.ROLLING_BACK:
         # Confirms the return to the old key; a later use of the replacement requires another confirmation.
-        used_at = None if rotation.replacement_id is None else find_last(rotation.replacement_id)
-        is_overtaken = rotation.confirmed_at is None or (used_at is not None and used_at > rotation.confirmed_at)
-        return rotation.written_back_at is not None and is_overtaken
-    return needs_confirmation and rotation.confirmed_at is None and rotation.stage is S.AWAITING_PROOF
+        return rotation.written_back_at is not None and not _is_return_confirmed(rotation)
+    if rotation.confirmed_at is not None or rotation.stage is not S.AWAITING_PROOF:
+        return False
+    # A credential that was dormant when planned is no longer dormant once its old key is used.
+    return plan.proof is Proof.CONFIRMATION or (plan.is_dormant and find_last(rotation.predecessor_id) is None)
+
+
+def _is_return_confirmed(rotation: Rotation) -> bool:
+    if rotation.confirmed_at is None:
+        return False
+    used_at = None if rotation.replacement_id is None else find_last(rotation.replacement_id)
+    return used_at is None or used_at <= rotation.confirmed_at
 
 
 def waive_source(grant: Grant, rotation: Rotation, source: str, why: str) -> Rotation:

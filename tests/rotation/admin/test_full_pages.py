@@ -108,7 +108,7 @@ def put_in(row: Rotation, state: S, stalled_from: S | None = None) -> None:
         silent_at=at,
         quarantined_at=at if is_quarantined else None,
         written_back_at=at if stage is S.ROLLING_BACK else None,
-        delivered_at=None if stage is S.PUBLISHING else row.delivered_at,
+        notified_at=None if stage in {S.STAGED, S.PUBLISHING} else at,
         closed_at=at if state in {S.COMPLETED, S.CANCELLED} else None,
     )
 
