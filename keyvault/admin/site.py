@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from functools import partial, wraps
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 from django.conf import settings
@@ -41,7 +42,7 @@ from keyvault.admin.framework.actions import RowAction
 from keyvault.admin.framework.attention import (
     MAX_ROWS,
     URGENT_TONES,
-    FoundAttention,
+    Attention,
     attention_context,
     count_by_entry,
     menu_counts,
@@ -51,7 +52,7 @@ from keyvault.admin.framework.enforcement import grant_for, operator_of
 from keyvault.admin.framework.menu import ENTRIES, ConsolePage, Section, build_menu, page_route
 from keyvault.admin.framework.middleware import ViewT, open_before_sign_in
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.overview import FindPart
+from keyvault.admin.framework.overview import PartFinder
 from keyvault.admin.framework.pages import live_page, page, problem_page
 from keyvault.admin.framework.plain_pages import CONTENT_SECURITY_POLICY
 from keyvault.admin.framework.row_search import find_ids
@@ -158,7 +159,7 @@ class ConsoleSite(AdminSite):
             *health.PAGES,
             *audit_export.PAGES,
         ]
-        self._overview_parts: list[FindPart] = []
+        self._overview_parts: list[PartFinder] = []
         for model, model_admin in MODEL_ADMINS:
             self.register(model, model_admin)
 
@@ -200,9 +201,9 @@ class ConsoleSite(AdminSite):
             raise ImproperlyConfigured(f"{console_page.name}: the menu has no entry {console_page.menu!r}")
         self._pages.append(console_page)
 
-    def add_overview_part(self, find: FindPart) -> None:
+    def add_overview_part(self, finder: PartFinder) -> None:
         """Add another app's numbers and card to the overview."""
-        self._overview_parts.append(find)
+        self._overview_parts.append(finder)
 
     # --- access -------------------------------------------------------------------------------------------
 
@@ -322,7 +323,13 @@ class ConsoleSite(AdminSite):
     # --- the front page and the frame ---------------------------------------------------------------------
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
-        found = self._attention(request, is_complete=True)
+        items = self._attention_items(request)
+        selected = [finder.select(request) for finder in self._overview_parts]
+        ids = find_ids(
+            [*(item.limited_rows(request) for item in items), *(rows for part in selected for rows in part)],
+            MAX_ROWS + 1,
+        )
+        found, others = list(zip(items, ids, strict=False)), iter(ids[len(items) :])
         menu_counts.store(request, count_by_entry(found))
         context: dict[str, Any] = {
             "title": self.index_title,
@@ -332,22 +339,25 @@ class ConsoleSite(AdminSite):
             **attention_context(request, found),
             **overview_context(request),
         }
-        parts = [part for find in self._overview_parts if (part := find(request)) is not None]
+        finders = zip(self._overview_parts, selected, strict=True)
+        parts = [
+            part
+            for finder, rows in finders
+            if (part := finder.find(request, list(islice(others, len(rows))))) is not None
+        ]
         tiles = [*context.get("tiles", ()), *(tile for part in parts for tile in part.tiles)]
         context["tiles"] = Tiles(tiles) if tiles else ""
         context["sections"] = [part.section for part in parts if part.section is not None]
         return live_page(self, request, "index", context, seconds=REFRESH_SECONDS)
 
-    def _attention(self, request: HttpRequest, *, is_complete: bool) -> FoundAttention:
-        """Return what needs attention; without `is_complete` only what the operator can do."""
+    def _attention_items(self, request: HttpRequest) -> list[Attention]:
+        """Return what may need the attention of the operator, and of others."""
         viewable = (each for each in self._model_admins() if each.has_view_permission(request))
-        items = [
+        return [
             item
             for model_admin in viewable
             for item in (*model_admin.approval_items(request), *model_admin.attention_items(request))
         ]
-        chosen = [item for item in items if is_complete or item.tone in URGENT_TONES]
-        return list(zip(chosen, find_ids([item.limited_rows(request) for item in chosen], MAX_ROWS + 1), strict=True))
 
     def search_page(self, request: HttpRequest) -> HttpResponse:
         """Show the rows that a word names: an id, the end of a key id, or the beginning of a name or a label.
@@ -399,7 +409,9 @@ class ConsoleSite(AdminSite):
         tabs += [(model_admin.menu, model_admin.menu_tab(request)) for model_admin in self._model_admins()]
         counts = menu_counts.find(request)
         if counts is None:
-            counts = count_by_entry(self._attention(request, is_complete=False))
+            items = [item for item in self._attention_items(request) if item.tone in URGENT_TONES]
+            ids = find_ids([item.limited_rows(request) for item in items], MAX_ROWS + 1)
+            counts = count_by_entry(list(zip(items, ids, strict=True)))
             menu_counts.store(request, counts)
         return build_menu([(entry, tab) for entry, tab in tabs if tab is not None], counts)
 

@@ -33,7 +33,7 @@ __all__ = [
 emergency.extend_console(cast(ConsoleSite, admin.site))
 for console_page in incidents.PAGES:
     cast(ConsoleSite, admin.site).add_page(console_page)
-cast(ConsoleSite, admin.site).add_overview_part(overview.find_part)
+cast(ConsoleSite, admin.site).add_overview_part(overview.PART)
 cast(ConsoleSite, admin.site).add_page(blackouts.CALENDAR_CHOICES)
 register_pages(
     by_prefix={"rot_": "rotation_rotation", "cmp_": "rotation_campaign", "sta_": "rotation_standingapproval"},

@@ -121,6 +121,8 @@ def _can_be_reissued(credential: Credential) -> bool:
     """Whether the credential had a key, has no usable key and no open rotation."""
     if credential.account.merchant.status == MerchantStatus.OFFBOARDED:
         return False
+    if any(key.state == KeyState.ACTIVE and key.expires_at is None for key in credential.keys.all()):
+        return False  # the usual case, without a query
     has_had_key = Exists(credential.keys.exclude(state=KeyState.PRE_ACTIVATION))
     has_usable_key = Exists(usable_keys(credential.credential_id, datetime.now(UTC)))
     has_open_rotation = Exists(Rotation.objects.filter(credential=credential).exclude(state__in=CLOSED))
@@ -129,7 +131,7 @@ def _can_be_reissued(credential: Credential) -> bool:
 
 
 def _has_living_key(credential: Credential) -> bool:
-    return credential.keys.exclude(state__in=DEAD_STATES).exists()
+    return any(key.state not in DEAD_STATES for key in credential.keys.all())
 
 
 REPORT = RowAction(

@@ -416,7 +416,7 @@ class RotationAdmin(ConsoleModelAdmin):
             return Extras(links=[Link("Show rotation", self.url_of(current))], sections=[table])
         if not may(request, P.ROTATIONS_WRITE, credential.account):
             return Extras(sections=[table])
-        if credential.keys.filter(state=KeyState.ACTIVE).count() != 1:
+        if sum(key.state == KeyState.ACTIVE for key in credential.keys.all()) != 1:
             return Extras(sections=[table])
         url = reverse("admin:rotation_rotation_request")
         return Extras(links=[Link("Rotate", f"{url}?credential={credential.pk}")], sections=[table])

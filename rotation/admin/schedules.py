@@ -229,7 +229,7 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         if isinstance(row, Account) or row.kind != KeyKind.PRIVATE:
             return Extras(links=links) if isinstance(row, Account) else None
         now = datetime.now(UTC)
-        return Extras(links=links, sections=[next_facts(find_next(row.pk, now))])
+        return Extras(links=links, sections=[next_facts(find_next(row, now))])
 
     # --- the calendar -------------------------------------------------------------------------------------------
 

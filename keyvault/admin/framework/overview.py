@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from django.db.models import QuerySet
 from django.http import HttpRequest
 
 from keyvault.admin.framework.components import Tile
@@ -22,8 +23,17 @@ class OverviewPart:
     section: Any = None
 
 
-FindPart = Callable[[HttpRequest], OverviewPart | None]
-"""Return the operator's part, limited to the chosen environments. None: the operator may not see it."""
+@dataclass(frozen=True, slots=True)
+class PartFinder:
+    """How an app finds its part, limited to the chosen environments.
+
+    Args:
+        select: returns rows whose ids are read, in the same query as those that need attention.
+        find: called with the ids of each selection. None: the operator may not see the part.
+    """
+
+    select: Callable[[HttpRequest], Sequence[QuerySet[Any]]]
+    find: Callable[[HttpRequest, Sequence[Sequence[str]]], OverviewPart | None]
 
 
 def format_number(value: float) -> str:

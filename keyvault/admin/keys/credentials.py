@@ -5,7 +5,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model, Prefetch, QuerySet, prefetch_related_objects
+from django.db.models import Model, Prefetch, Q, QuerySet, prefetch_related_objects
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html, format_html_join
@@ -114,6 +114,14 @@ class CredentialAdmin(ConsoleModelAdmin):
     def rows_shown(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
         return super().rows_shown(request, rows).prefetch_related("keys")
 
+    def find_row(self, request: HttpRequest, object_id: str) -> Any:
+        """Load the credential with its usable and suspended keys and the newest others. Raises NotFoundError."""
+        row = super().find_row(request, object_id)
+        newest = Key.objects.filter(credential=row).order_by("-created_at").values("pk")[: _MAX_KEYS + 1]
+        shown = Key.objects.filter(~Q(state__in=DEAD_STATES) | Q(pk__in=newest))
+        prefetch_related_objects([row], Prefetch("keys", shown.select_related("use").order_by("-created_at")))
+        return row
+
     @admin.display(description="keys")
     def key_states(self, credential: Credential) -> SafeString | str:
         return format_html_join(" ", "{}", ((badge(key.state),) for key in credential.keys.all())) or NOTHING
@@ -134,7 +142,7 @@ class CredentialAdmin(ConsoleModelAdmin):
         return _facts(row)
 
     def detail(self, request: HttpRequest, row: Credential) -> Detail:
-        keys = list(row.keys.select_related("use").order_by("-created_at")[: _MAX_KEYS + 1])
+        keys = list(row.keys.all())
         chart, ids = day_card(keys, day_traffic(keys)), [row.credential_id, *(key.key_id for key in keys[:_MAX_KEYS])]
         timeline = activity_cards(request, row.account, ids)
         where = ", ".join(row.networks) if row.networks else "everywhere"

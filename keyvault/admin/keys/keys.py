@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
-from django.db.models import QuerySet
+from django.db.models import OuterRef, QuerySet, Subquery
 from django.db.models.functions import Substr
 from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern, path, reverse
@@ -55,6 +55,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, can_transition
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Key, KeyUse
 from keyvault.models.keys import KEY_TAIL
+from keyvault.models.usage import UseOutcome
 from keyvault.services.change_feed.receipts import find_receipt
 from keyvault.services.keys.lifecycle import report_compromise, resume_key, revoke_key, suspend_key, usable_keys
 from keyvault.services.secrets.stored_copies import read_public_string
@@ -246,16 +247,18 @@ class KeyAdmin(ConsoleModelAdmin):
         if not may(request, P.KEYS_REVOKE):
             return
         living = self.get_queryset(request).exclude(state__in=DEAD_STATES)
-        exposed = living.filter(pk__in=exposures().values("context__key"))
+        last = exposures().filter(context__key=OuterRef("pk"))
+        exposed = living.filter(pk__in=exposures().values("context__key")).annotate(
+            exposed_at=Subquery(last.values("last_at")[:1]), exposed_by=Subquery(last.values("context__outcome")[:1])
+        )
         yield self.attention(
             "Suspected exposures", exposed, "?exposed=lately", "alarm", one="Suspected exposure", button="Open key"
         )
 
-    def line_of(self, row: Key) -> Line:
-        last = exposures().filter(context__key=row).select_related("context").first()
-        how = "" if last is None else f", {last.context.get_outcome_display()}"
-        about = f"{row.credential.account} · {row.credential.label}{how}"
-        return Line(self.url_of(row), self.name_of(row), about, None if last is None else last.last_at)
+    def line_of(self, row: Any) -> Line:
+        """Return the line of a row of `attention_items`, with its last exposure."""
+        about = f"{row.credential.account} · {row.credential.label}, {UseOutcome(row.exposed_by).label}"
+        return Line(self.url_of(row), self.name_of(row), about, row.exposed_at)
 
     def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:
         """Find a key also by the end of its id, of which an index has the last characters."""

@@ -24,10 +24,11 @@ def receipt_url(key: Key, sequence: int | None = None) -> str:
 
 def receipt_cell(key: Key) -> SafeString:
     """Render how many verifiers confirmed the end of the key, linked to the receipt."""
-    receipt = find_receipt(last_sequence(key))
+    sequence = last_sequence(key)
+    receipt = find_receipt(sequence)
     if receipt is None:
         return format_html('<span class="quiet">{}</span>', NOTHING)
-    return link(receipt_url(key), _summarize(receipt))
+    return link(receipt_url(key, sequence), _summarize(receipt))
 
 
 def receipt_detail(receipt: Receipt, about: SafeString, account: str) -> Detail:

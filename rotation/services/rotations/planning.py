@@ -1,6 +1,6 @@
 """Build and validate a plan from a request's overrides and the environment's defaults."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -12,7 +12,7 @@ from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Credential, Key, KeyUse, WebhookEndpoint
 from keyvault.models.usage import HAS_TRAFFIC
-from keyvault.services.usage.reports import find_sources
+from keyvault.services.usage.reports import SourceUse, find_sources
 from rotation.domain.plan_fields import (
     FIELDS,
     DeliveryChannel,
@@ -38,11 +38,12 @@ def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetim
     if faults:
         raise RequestInvalidError(_REFUSED, faults)
     predecessor = find_predecessor(credential)
-    plan = _build_plan(credential, predecessor, overrides, now)
-    plan = replace(plan, late_sources=dict(_late_sources(plan, credential.environment, now)) or None)
+    sources = find_sources(predecessor.key_id)
+    plan = _build_plan(credential, predecessor, sources, overrides, now)
+    plan = replace(plan, late_sources=dict(_late_sources(plan, sources, credential.environment, now)) or None)
     kind = KeyKind(credential.kind)
     faults = list(find_faults(plan, credential.environment, kind, predecessor.expires_at, now))
-    faults += [*_channel_faults(plan, credential), *_waiver_faults(plan)]
+    faults += [*_channel_faults(plan, credential), *_waiver_faults(plan, sources)]
     if faults:
         raise RequestInvalidError(_REFUSED, faults)
     return plan
@@ -71,7 +72,7 @@ def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: dat
         deadline=None if is_public else now + timedelta(seconds=seconds),
         predecessor_may_expire=True,
     )
-    return _build_plan(credential, predecessor, overrides, now)
+    return _build_plan(credential, predecessor, find_sources(predecessor.key_id), overrides, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +97,16 @@ def find_outline_faults(
     return [*faults, *_endpoint_faults(plan, has_endpoint=has_endpoint)]
 
 
-def _build_plan(credential: Credential, predecessor: Key, overrides: PlanOverrides, now: datetime) -> Plan:
+def _build_plan(
+    credential: Credential,
+    predecessor: Key,
+    sources: Mapping[str, SourceUse],
+    overrides: PlanOverrides,
+    now: datetime,
+) -> Plan:
     gaps = [
         find_gap(source, credential.environment, None) or 0
-        for source in find_sources(predecessor.key_id).values()
+        for source in sources.values()
         if source.name not in overrides.waived_sources
     ]
     is_used = KeyUse.objects.filter(HAS_TRAFFIC, key=predecessor).exists()
@@ -128,7 +135,9 @@ MAX_LATE_SOURCES = 50
 """Maximum sources that a plan lists, the latest first."""
 
 
-def _late_sources(plan: Plan, environment: Environment, now: datetime) -> Iterator[tuple[str, str | None]]:
+def _late_sources(
+    plan: Plan, sources: Mapping[str, SourceUse], environment: Environment, now: datetime
+) -> Iterator[tuple[str, str | None]]:
     """Yield the sources whose silence cannot be complete by the deadline, each with a deadline that would fit."""
     begins_at = max(now, plan.not_before)
     if plan.deadline is None or has_excess(plan):
@@ -137,7 +146,7 @@ def _late_sources(plan: Plan, environment: Environment, now: datetime) -> Iterat
         begins_at = plan.window.next_opening(begins_at) or begins_at
     begins_at += timedelta(seconds=plan.soak_seconds)
     found = 0
-    for source in find_sources(plan.predecessor_key_id).values():
+    for source in sources.values():
         if source.name in plan.waived_sources:
             continue
         gap_seconds = find_gap(source, environment, None)
@@ -154,10 +163,9 @@ def _latest(key: KeyOutline, overrides: PlanOverrides, not_before: datetime, sec
     return latest
 
 
-def _waiver_faults(plan: Plan) -> list[Fault]:
+def _waiver_faults(plan: Plan, sources: Collection[str]) -> list[Fault]:
     """Check that each waived source has used the key."""
-    used = find_sources(plan.predecessor_key_id) if plan.waived_sources else {}
-    unknown = [name for name in plan.waived_sources if name not in used]
+    unknown = [name for name in plan.waived_sources if name not in sources]
     detail = "{!r} has not used the old key. Use the name of a source that did, or omit it."
     return [Fault("/waived_sources", detail.format(clean_text(name, MAX_NAME_LENGTH))) for name in unknown]
 

@@ -8,7 +8,7 @@ from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import Account
+from keyvault.models import Account, Credential
 from keyvault.models.row_count import RowCount
 from rotation.domain.events import RotationState
 from rotation.models import BlackoutCalendar, ScheduledCredential
@@ -16,8 +16,8 @@ from rotation.services.rotations.planning import plan_rotation
 from rotation.services.schedules.candidates import (
     Candidate,
     DatePosition,
-    find_candidates,
     list_candidates,
+    make_candidates,
     overrides_for,
 )
 from rotation.services.schedules.starting import format_failure
@@ -161,9 +161,9 @@ def list_blackouts(since: datetime, until: datetime) -> list[CalendarBlackout]:
     return [period for period in periods if period.begins_at < until and period.ends_at > since]
 
 
-def find_next(credential_id: str, now: datetime) -> ScheduledDate | None:
-    """Find the next date of one credential; None: no schedule applies."""
-    candidate = find_candidates([credential_id]).get(credential_id)
+def find_next(credential: Credential, now: datetime) -> ScheduledDate | None:
+    """Find the next date of one private credential; None: no schedule applies."""
+    candidate = make_candidates([credential]).get(credential.pk)
     if candidate is None:
         return None
     date = _next_date(candidate, now)

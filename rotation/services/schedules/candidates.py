@@ -1,11 +1,11 @@
 """Scheduled credentials, with what decides when their rotations are requested. Read-only."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db.models import Count, F, Max, Q, QuerySet
+from django.db.models import F, Prefetch, QuerySet
 from django.db.models.fields.tuple_lookups import Tuple, TupleGreaterThan
 
 from keyvault.access.scopes import AccessScope
@@ -165,35 +165,38 @@ def _list_places(scope: AccessScope) -> list[dict[str, Any]]:
 
 def find_candidates(credential_ids: Collection[str]) -> dict[str, Candidate]:
     """Return the private and scheduled credentials among these, by id, in a few queries for up to BATCH."""
-    active = Q(keys__state=KeyState.ACTIVE)
-    rows = (
-        Credential.objects.filter(pk__in=credential_ids, kind=KeyKind.PRIVATE)
-        .select_related("account__merchant")
-        .annotate(active_keys=Count("keys", filter=active), newest_at=Max("keys__activated_at", filter=active))
-    )
-    ordered = _with_orders(list(rows))
+    active = Key.objects.filter(state=KeyState.ACTIVE).only("credential_id", "state", "activated_at")
+    rows = Credential.objects.filter(pk__in=credential_ids, kind=KeyKind.PRIVATE).select_related("account__merchant")
+    return make_candidates(rows.prefetch_related(Prefetch("keys", active)))
+
+
+def make_candidates(credentials: Iterable[Credential]) -> dict[str, Candidate]:
+    """Return the scheduled ones of these private credentials. `keys`: prefetched, with all active ones."""
+    ordered = _with_orders(list(credentials))
     if not ordered:
         return {}
     ids = [credential.pk for credential, _ in ordered]
-    keys = Key.objects.filter(credential__in=ids, state=KeyState.ACTIVE).order_by("activated_at")
-    active_keys = dict(keys.values_list("credential_id", "key_id"))
-    open_now = _find_open(ids)
-    ended_at = _find_ended(ids)
+    open_now, ended_at = _find_rotations(ids)
     found = {}
     for credential, order in ordered:
-        key_id = active_keys.get(credential.pk)
-        is_dated = credential.newest_at is not None and not order.fault
+        active = [key for key in credential.keys.all() if key.state == KeyState.ACTIVE]
+        newest = max(active, key=_activated_at, default=None)
+        key_id, newest_at = (None, None) if newest is None else (newest.key_id, newest.activated_at)
         ended = ended_at.get(key_id)
         found[credential.pk] = Candidate(
             credential,
             order,
             key_id,
-            next_date(order.terms, credential.pk, credential.newest_at) if is_dated else None,
+            next_date(order.terms, credential.pk, newest_at) if newest_at is not None and not order.fault else None,
             open_now.get(credential.pk),
-            order.fault or _find_obstacle(credential.account, credential.active_keys),
+            order.fault or _find_obstacle(credential.account, len(active)),
             None if ended is None else ended + RETRY_DELAY,
         )
     return found
+
+
+def _activated_at(key: Key) -> datetime:
+    return key.activated_at or key.created_at
 
 
 def _with_orders(credentials: list[Any]) -> list[tuple[Any, StartOrder]]:
@@ -225,22 +228,24 @@ def _order(schedule: RotationSchedule) -> StartOrder:
         return StartOrder(schedule, terms, draft.overrides, error.detail)
 
 
-def _find_open(credential_ids: Collection[str]) -> dict[str, OpenRotation]:
-    rows = Rotation.objects.filter(credential__in=credential_ids).exclude(state__in=CLOSED)
-    return {
-        credential_id: OpenRotation(rotation_id, S(state), _read_time(not_before))
-        for credential_id, rotation_id, state, not_before in rows.values_list(
-            "credential_id", "rotation_id", "state", "plan__not_before"
-        )
-    }
+def _find_rotations(
+    credential_ids: Collection[str],
+) -> tuple[dict[str, OpenRotation], dict[str | None, datetime]]:
+    """Return the open rotation of each credential, and when the last scheduled one of each predecessor ended.
 
-
-def _find_ended(credential_ids: Collection[str]) -> dict[str | None, datetime]:
-    """Return when the last scheduled rotation of each predecessor ended, for predecessors that are still active."""
-    rows = Rotation.objects.filter(
-        credential__in=credential_ids, schedule__isnull=False, state__in=_ENDED, predecessor__state=KeyState.ACTIVE
-    )
-    return dict(rows.values_list("predecessor_id").annotate(at=Max("closed_at")))
+    Only predecessors that are still active have an end.
+    """
+    rows = Rotation.objects.filter(credential__in=credential_ids)
+    ended = rows.filter(schedule__isnull=False, state__in=_ENDED, predecessor__state=KeyState.ACTIVE)
+    columns = ("credential_id", "rotation_id", "state", "plan__not_before", "predecessor_id", "closed_at")
+    open_now, ended_at = dict[str, OpenRotation](), dict[str | None, datetime]()
+    found = rows.exclude(state__in=CLOSED).values_list(*columns).union(ended.values_list(*columns), all=True)
+    for credential_id, rotation_id, state, not_before, predecessor_id, closed_at in found:
+        if S(state) not in CLOSED:
+            open_now[credential_id] = OpenRotation(rotation_id, S(state), _read_time(not_before))
+        elif closed_at is not None:
+            ended_at[predecessor_id] = max(closed_at, ended_at.get(predecessor_id, closed_at))
+    return open_now, ended_at
 
 
 def _read_time(text: object) -> datetime | None:

@@ -12,10 +12,12 @@ from django.test.utils import CaptureQueriesContext
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.issuance import Delivery
-from keyvault.domain.keys import KeyKind
-from keyvault.models import Key
+from keyvault.domain.keys import KeyKind, KeyState, RetirementReason
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Key, Material
 from keyvault.models.recording import collect_subjects
 from keyvault.models.usage import UseOutcome
+from keyvault.services.keys.lifecycle import report_compromise
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.webhooks.endpoints import add_endpoint
 from rotation.domain.events import RotationState as S
@@ -128,11 +130,56 @@ def test_page_of_a_full_rotation_makes_few_queries(desk: Desk, kind: KeyKind) ->
     found = {}
     for state, stalled_from in STATES:
         put_in(row, state, stalled_from)
-        queries = count_queries(client, url)
-        found[(state, stalled_from)] = len(queries)
-        import os
-        if os.environ.get("SHOW") == f"{kind}:{state}:{stalled_from or ''}":
-            import re
-            for q in queries: print("   ", re.sub(r'SELECT .*? FROM', 'SELECT … FROM', q, count=1)[:260])
-    print(kind, {f"{s}:{f or ''}":n for (s,f),n in found.items()})
+        found[(state, stalled_from)] = len(count_queries(client, url))
+    print(found.values())
     assert {place: count for place, count in found.items() if count > MAX_QUERIES} == {}
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open-rotation", "overdue"])
+def test_page_of_a_full_credential_makes_few_queries(desk: Desk, is_open: bool) -> None:
+    """Guarantee: so does that of a credential with many used keys, rotations and a schedule."""
+    row = make_full_rotation(desk, KeyKind.PRIVATE)
+    disable_triggers()
+    for number in range(30):
+        add_old_key(row.predecessor, f"{number:016}")
+    if not is_open:
+        put_in(row, S.CANCELLED)
+        change(row, schedule=None)  # after a scheduled one the next is requested a week later
+        at = now() - timedelta(days=500)
+        keys: QuerySet[Key] = QuerySet(Key)
+        keys.filter(pk=row.predecessor_id).update(created_at=at, activated_at=at)
+        keys.filter(pk=row.replacement_id).update(
+            state=KeyState.DEACTIVATED,
+            deactivated_at=now(),
+            retirement=RetirementReason.REVOKED,
+            reason=RevocationReason.SUPERSEDED,
+        )
+    url = address("keyvault_credential_change", row.credential_id)
+    queries = count_queries(browser(make_operator("somebody", *Role)), url)
+    print(len(queries), *(q[:300] for q in queries), sep="\n")
+    assert len(queries) <= MAX_QUERIES
+
+
+@pytest.mark.parametrize("is_dead", [False, True], ids=["active", "compromised"])
+@pytest.mark.parametrize("kind", KeyKind)
+def test_page_of_a_full_key_makes_few_queries(desk: Desk, kind: KeyKind, is_dead: bool) -> None:
+    """Guarantee: so does that of a key with uses, denials, suspected exposures and, once it ended, a receipt."""
+    row = make_full_rotation(desk, kind)
+    for outcome in UseOutcome:
+        use(row.predecessor, outcome, "198.51.100.1")
+    change(row, state=S.CANCELLED, closed_at=now())
+    if is_dead:
+        report_compromise(grant(desk.responder, P.KEYS_REPORT_COMPROMISE, desk.production), row.predecessor)
+    url = address("keyvault_key_change", row.predecessor_id)
+    queries = count_queries(browser(make_operator("somebody", *Role)), url)
+    print(len(queries), *(q[:300] for q in queries), sep="\n")
+    assert len(queries) <= MAX_QUERIES
+
+
+def add_old_key(key: Key, key_id: str) -> None:
+    """Add a deactivated key to the credential of a key."""
+    at = now() - timedelta(days=100)
+    old = Key.objects.get(pk=key.pk)
+    old.key_id, old.state, old.created_at, old.activated_at, old.deactivated_at = key_id, "deactivated", at, at, at
+    old.material, old.retirement, old.reason = Material.DESTROYED, RetirementReason.REVOKED, RevocationReason.SUPERSEDED
+    QuerySet(Key).bulk_create([old])
