@@ -142,6 +142,13 @@ class WebhookEndpoint(RecordedModel):
         constraints = [
             models.UniqueConstraint(fields=["account", "url"], name="webhook_endpoint_unique"),
         ]
+        indexes = [
+            models.Index(
+                fields=["disabled_at"],
+                name="webhook_endpoint_failed",
+                condition=models.Q(disabled_at__isnull=False) & ~models.Q(disabled_why=""),
+            )
+        ]
 
     def __str__(self) -> str:
         return self.url

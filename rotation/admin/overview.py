@@ -60,7 +60,8 @@ def _find_part(request: HttpRequest, ids: Sequence[Sequence[str]]) -> OverviewPa
         return None
     now = datetime.now(UTC)
     rows = rotations.rows_shown(request, rotations.get_queryset(request))
-    found: Sequence[Rotation] = list(rows.filter(pk__in=[pk for each in ids for pk in each]).order_by())
+    of_states = rows.filter(pk__in=[pk for each in ids for pk in each]).order_by().select_related(None)
+    found: Sequence[Rotation] = list(of_states.select_related("credential__account", "predecessor"))
     listed = sorted(found, key=lambda row: (_SHOWN_STATES.index(S(row.state)), row.created_at))
     recent = rows.filter(state=S.COMPLETED, created_at__gte=now - _WEEK).values("pk")
     completed = recent.order_by("created_at")[: MAX_ENDED + 1].count()

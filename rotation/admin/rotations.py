@@ -28,7 +28,7 @@ from django.utils.safestring import SafeString
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.accounts import account_crumbs
 from keyvault.admin.framework.actions import RowAction
-from keyvault.admin.framework.attention import Attention
+from keyvault.admin.framework.attention import MAX_ROWS, Attention
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.components import Columns, Fold
 from keyvault.admin.framework.enforcement import may, operator_of
@@ -193,23 +193,30 @@ class RotationAdmin(ConsoleModelAdmin):
         """Annotate `is_unreviewed`: the rotation bypassed approval, and the bypass is not reviewed yet."""
         is_unreviewed = Exists(_UNREVIEWED.filter(subject=OuterRef("pk")))
         rows: QuerySet[Any] = super().get_queryset(request).annotate(is_unreviewed=is_unreviewed)
-        return rows.select_related(
-            "credential__account__merchant", "predecessor__use", "replacement", "requester", "requested_via"
-        )
+        return rows.select_related("credential__account", "requester", "requested_via")
 
     def rows_to_open(self, request: HttpRequest) -> QuerySet[Any]:
         """Annotate `last_error`, of the last attempt at its step if that failed, and `attempts` in a row."""
         failed = WorkLease.objects.filter(subject=Concat(Value(subject_of("")), OuterRef("pk"))).exclude(last_error="")
-        rows: QuerySet[Any] = super().rows_to_open(request).select_related("replacement__use", "schedule__account")
+        rows: QuerySet[Any] = (
+            super()
+            .rows_to_open(request)
+            .select_related("credential__account__merchant", "predecessor", "replacement", "schedule")
+        )
         return rows.annotate(
             last_error=Subquery(failed.values("last_error")[:1]), attempts=Subquery(failed.values("attempts")[:1])
         )
+
+    def rows_with_changes(self, rows: QuerySet[Any]) -> QuerySet[Any]:
+        return rows.prefetch_related("predecessor__use")
 
     def find_row(self, request: HttpRequest, object_id: str) -> Any:
         """Load the rotation; its keys have its credential, which no list needs. Raises NotFoundError."""
         row = super().find_row(request, object_id)
         for key in filter(None, (row.predecessor, row.replacement)):
             key.credential = row.credential
+        if row.schedule is not None and row.schedule.account_id == row.credential.account_id:
+            row.schedule.account = row.credential.account
         row.approval_acts = SimpleLazyObject(lambda: list_approval_acts(row))
         return row
 
@@ -340,7 +347,8 @@ class RotationAdmin(ConsoleModelAdmin):
         """Return stalled and urgent rotations first."""
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
         to_confirm = _to_confirm(rows) if may(request, P.ROTATIONS_WRITE) else []
-        failed, undelivered, unreviewed, *confirmable = _find(*_blocking(), _unreviewed(), *to_confirm)
+        selections = [*_blocking(), _unreviewed(), *to_confirm]
+        failed, undelivered, unreviewed, *confirmable = find_values(selections, MAX_ROWS + 1)
         yield self.attention(
             "Stalled rotations",
             rows.filter(state=S.STALLED),

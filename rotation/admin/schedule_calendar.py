@@ -29,10 +29,13 @@ from rotation.services.schedules.calendar import (
     list_next,
     start_of_day,
 )
-from rotation.services.schedules.candidates import MAX_LISTED, DatePosition
+from rotation.services.schedules.candidates import DatePosition
 
 _LOOKAHEAD = timedelta(days=90)
 """Period of the list, if neither a day nor a month is chosen."""
+
+MAX_LISTED = 100
+"""Maximum number of dates, and of credentials without a date, that a page lists."""
 
 _YEARS_AHEAD = 20
 """Number of years that the calendar shows. A cryptoperiod has at most ten."""
@@ -78,7 +81,7 @@ def calendar_view(site: AdminSite, request: HttpRequest, base: str, crumbs: Sequ
     blackouts = list_blackouts(start_of_day(query.month), start_of_day(query.month + timedelta(days=days)))
     since, until = _period(query, now)
     is_limited = query.day is not None or query.has_month
-    shown = list_next(now, until, scope, query.after or since, is_by_request=is_limited)
+    shown = list_next(now, until, scope, query.after or since, is_by_request=is_limited, most=MAX_LISTED)
     context = {
         "title": "Calendar of rotations",
         "environment_badge": query.environment,

@@ -309,6 +309,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the same rows with what the page of one row shows besides."""
         return self.get_queryset(request)
 
+    def rows_with_changes(self, rows: QuerySet[Any]) -> QuerySet[Any]:
+        """Return the same rows with what `changes` reads."""
+        return rows
+
     def rows_shown(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
         """Return the rows of the environment that the operator has chosen; all, where rows have no environment."""
         is_limited = self.has_environments and environment_of(request) is not None

@@ -6,6 +6,8 @@ from typing import Any
 from django.db.models import IntegerField, QuerySet, TextField, Value
 from django.db.models.functions import Cast
 
+from keyvault.models.union_parts import limit_part
+
 
 def find_ids(selections: Sequence[QuerySet[Any]], most: int) -> list[list[str]]:
     """Return the ids, as texts, of the first rows of each selection, by one query."""
@@ -23,8 +25,6 @@ def find_values(selections: Sequence[tuple[QuerySet[Any], str]], most: int) -> l
 
 
 def _values(rows: QuerySet[Any], column: str, number: int, most: int) -> QuerySet[Any]:
-    # The limit is in a subquery: SQLite allows none in a part of a union.
-    selected = rows.model._base_manager.filter(pk__in=rows.values("pk")[:most]).order_by()
     values = {"number": Value(number, IntegerField()), "text": Cast(column, TextField())}
-    found: QuerySet[Any] = selected.annotate(**values).values_list("number", "text")
+    found: QuerySet[Any] = limit_part(rows, most).annotate(**values).values_list("number", "text")
     return found

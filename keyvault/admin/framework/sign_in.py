@@ -23,8 +23,8 @@ from keyvault.services.sessions.devices import DEVICE_LIFETIME, write_device
 from keyvault.services.sessions.guessing import SignInLockedError
 from keyvault.services.sessions.second_factors import FactorAttempt
 from keyvault.services.sessions.sign_in import SignInAttempt, sign_in
-from keyvault.services.sessions.store import read_with_session
 from keyvault.services.sessions.step_up import forget_second_factor, has_passed_second_factor
+from keyvault.services.sessions.store import read_with_session
 from keyvault.wire.headers import address_from_environ
 
 TOO_MANY_REQUESTS = 429

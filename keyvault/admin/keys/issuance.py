@@ -233,13 +233,13 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
     ordering = ("-created_at",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        rows = super().get_queryset(request)
-        return rows.select_related(
-            "account__merchant",
-            "requester",
-            "requested_via",
-            "credential__account__merchant",
-            "key__credential__account__merchant",
+        return super().get_queryset(request).select_related("account", "requester", "requested_via")
+
+    def rows_to_open(self, request: HttpRequest) -> QuerySet[Any]:
+        return (
+            super()
+            .rows_to_open(request)
+            .select_related("account__merchant", "credential__account__merchant", "key__credential__account__merchant")
         )
 
     state_badge = badge_column("state", "state")
@@ -337,7 +337,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         expires = f"expires {counted(row.expires_in_days, 'day')} after it is issued" if row.expires_in_days else ""
         yield Difference(f"{row.kind} key".capitalize(), NOTHING, f"one, which {expires or 'does not expire'}")
         yield Difference(
-            "Credential", NOTHING, f"{row.label}, new in {row.account}" if row.credential is None else row.label
+            "Credential", NOTHING, f"{row.label}, new in {row.account}" if row.credential_id is None else row.label
         )
         yield Difference("Delivery", NOTHING, DELIVERIES[Delivery(row.delivery)], is_unusual=is_shown)
 

@@ -79,7 +79,10 @@ class RecipientKeyAdmin(ConsoleModelAdmin):
     ordering = ("-created_at", "-recipient_key_id")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return super().get_queryset(request).select_related("account__merchant", "credential__account", "key")
+        return super().get_queryset(request).select_related("account", "credential")
+
+    def rows_to_open(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().rows_to_open(request).select_related("account__merchant", "credential__account", "key")
 
     state_badge = badge_column("state", _state)
     applies = moment_column("applies", "applies_at")

@@ -86,7 +86,11 @@ def _find_groups(site: AdminSite, request: HttpRequest) -> Iterator[WaitingGroup
     selected = request.GET.getlist("select")
     found = find_ids([item.limited_rows(request) for item in items], MAX_ROWS + 1)
     for item, ids in zip(items, found, strict=True):
-        rows = item.read_decidable(request, item.limited_rows(request).filter(pk__in=ids)) if ids else []
+        if not ids:
+            continue
+        rows = item.read_decidable(
+            request, item.model_admin.rows_with_changes(item.limited_rows(request).filter(pk__in=ids))
+        )
         if not rows:
             continue
         shown = [_waiting_row(item, row) for row in rows[:MAX_DECIDABLE]]
@@ -178,7 +182,7 @@ def _find_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> 
         if not ids or not any(action.name == "approve" for action in model_admin.row_actions):
             continue
         try:
-            yield from ((model_admin, row) for row in model_admin.get_queryset(request).filter(pk__in=ids))
+            yield from ((model_admin, row) for row in model_admin.rows_to_open(request).filter(pk__in=ids))
         except ValueError:
             raise NotFoundError("One of these requests does not exist.") from None
 

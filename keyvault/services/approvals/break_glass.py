@@ -8,8 +8,6 @@ of them. `BreakGlass.excluded_persons` has everyone who must not review.
 import secrets
 from collections.abc import Collection
 
-from django.db.models import Q
-
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import SYSTEM_PREFIX, Channel, OperatorPrincipal, is_claimed

@@ -9,6 +9,7 @@ from django.db.models import CharField, F, IntegerField, QuerySet, TextField, Va
 from django.db.models.functions import Cast
 
 from keyvault.models import AuditCheckpoint, DeliveryState, ServiceProcess, Verifier, WebhookDelivery, WebhookEndpoint
+from keyvault.models.union_parts import limit_part
 from keyvault.services.peppers.ring import list_served_sets
 from keyvault.services.startup.processes import LOST_AFTER
 
@@ -83,12 +84,15 @@ def find_system_health(now: datetime) -> SystemHealth:
 def _rows(
     kind: str, rows: QuerySet[Any], name: str = "pk", at: str = "created_at", number: str = "", *, most: int = MAX_ROWS
 ) -> QuerySet[Any, Any]:
-    """Select the kind, name, time and number of the first rows, which are limited inside, as SQLite requires."""
-    selected = rows.model._base_manager.filter(pk__in=rows.values("pk")[:most]).order_by()
-    rows_as_tuples: QuerySet[Any, Any] = selected.annotate(
-        row_kind=Value(kind, CharField()),
-        row_name=Cast(name, TextField()),
-        row_at=F(at),
-        row_number=F(number) if number else Value(0, IntegerField()),
-    ).values_list("row_kind", "row_name", "row_at", "row_number")
+    """Select the kind, name, time and number of the first rows."""
+    rows_as_tuples: QuerySet[Any, Any] = (
+        limit_part(rows, most)
+        .annotate(
+            row_kind=Value(kind, CharField()),
+            row_name=Cast(name, TextField()),
+            row_at=F(at),
+            row_number=F(number) if number else Value(0, IntegerField()),
+        )
+        .values_list("row_kind", "row_name", "row_at", "row_number")
+    )
     return rows_as_tuples

@@ -12,6 +12,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.sources import OCCASION, OTHERS, Minutes, find_longest_gap, name_source, network_of
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key, KeyAttempt, KeySource, KeyUse, UseBucket, UseContext
+from keyvault.models.union_parts import limit_part
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
 
 TRACES = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED)
@@ -255,8 +256,7 @@ def contexts_of(key_id: str, outcome: UseOutcome) -> QuerySet[UseContext]:
 
 def read_contexts(parts: Iterable[ContextPart]) -> dict[int, UseContext]:
     """Read the first contexts of each part, by their ids, by one query."""
-    # The limit is in a subquery: SQLite allows none in a part of a union.
-    limited = [UseContext.objects.filter(pk__in=part.values("pk")[:most]).order_by() for part, most in parts]
+    limited = [limit_part(part, most) for part, most in parts]
     return {row.pk: row for row in limited[0].union(*limited[1:], all=True)} if limited else {}
 
 
@@ -298,13 +298,14 @@ def find_sources(key_id: str, staying_id: str = "") -> dict[str, SourceUse]:
 
 def _read_sources(key_id: str, staying_id: str) -> tuple[list[Any], dict[str, list[Minutes]]]:
     """Read the first sources of a key by name, and the uses of the credential's earlier keys by these, by source."""
-    first = KeySource.objects.filter(key=key_id).order_by("name")[: MAX_SOURCES + 1]
+    first = KeySource.objects.filter(key=key_id).order_by("name")
     issued_at = Key.objects.filter(pk=key_id).values("created_at")
     keys = Key.objects.filter(credential__keys=key_id, created_at__lt=issued_at).order_by("-created_at")
-    # The limits are in subqueries: SQLite allows none in a part of a union.
-    own = KeySource.objects.filter(pk__in=first.values("pk"))
+    own = limit_part(first, MAX_SOURCES + 1)
     earlier = KeySource.objects.filter(
-        key__in=keys.values("pk")[:_MAX_EARLIER], name__in=first.values("name"), first_minute__isnull=False
+        key__in=keys.values("pk")[:_MAX_EARLIER],
+        name__in=first.values("name")[: MAX_SOURCES + 1],
+        first_minute__isnull=False,
     )
     moved = KeySource.objects.filter(key=staying_id, name=OuterRef("name")).values("last_at")
     columns = ("key_id", "name", "first_minute", "last_minute", "longest_gap_minutes", "last_at", "denied_at")

@@ -93,7 +93,9 @@ def read_traffic(
     counts = {key_id: [0] * (int((floor(until, step) - begin) / step) + 1) for key_id in key_ids}
     pairs = [(key_id, outcome) for key_id in key_ids for outcome in SIGNS_OF_LIFE]
     share = max(MAX_CONTEXTS // len(pairs), 1) if pairs else 0
-    newest = [(contexts_of(*pair).order_by("-pk"), share) for pair in pairs]
+    # The newest contexts of the users that are listed include those that the chart adds up.
+    others = [pair for pair in pairs if pair[0] != users_of or pair[1] not in outcomes]
+    newest = [(contexts_of(*pair).order_by("-pk"), share) for pair in others]
     contexts = read_contexts([*newest, *(parts_of_users(users_of, outcomes, spare=1) if users_of else ())])
     groups: dict[tuple[str, UseOutcome], list[int]] = {}
     for pk in sorted(contexts):

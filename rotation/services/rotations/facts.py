@@ -55,7 +55,9 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         entered_at=rotation.entered_at,
         predecessor=_key_facts(rotation, rotation.predecessor, retiring, last_uses, groups, now),
         kind=KeyKind(rotation.credential.kind),
-        replacement=None if replacement is None else _key_facts(rotation, replacement, retiring, last_uses, groups, now),
+        replacement=(
+            None if replacement is None else _key_facts(rotation, replacement, retiring, last_uses, groups, now)
+        ),
         deadline=rotation.deadline_at,
         retire_at=rotation.retire_at,
         stalled_from=None if rotation.stalled_from is None else RotationState(rotation.stalled_from),

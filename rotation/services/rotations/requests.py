@@ -306,9 +306,7 @@ def bypass_rotation(grant: Grant, rotation: Rotation, plan_digest: str, reason: 
     if plan_digest != rotation.plan_digest:
         raise StateConflictError("The plan is not what you were shown. Review it again.")
     account = rotation.credential.account
-    with recorded(
-        grant, P.ROTATIONS_BYPASS, BYPASSED, account=account, **about(rotation), why=clean_text(reason, 300)
-    ):
+    with recorded(grant, P.ROTATIONS_BYPASS, BYPASSED, account=account, **about(rotation), why=clean_text(reason, 300)):
         note_break_glass(
             grant,
             event=BYPASSED,

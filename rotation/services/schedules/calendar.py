@@ -91,16 +91,18 @@ def list_next(
     after: DatePosition | None = None,
     *,
     is_by_request: bool = False,
+    most: int | None = None,
 ) -> CalendarPage:
     """List the next date of each scheduled credential of the scope, those without a date first, then the earliest.
 
     `until`: later dates are omitted. `after`: the position after which the page begins; None: the first page.
-    `is_by_request`: `until` limits when the rotations are requested, and not when they begin.
+    `is_by_request`: `until` limits when the rotations are requested, and not when they begin. `most`: see
+    `list_candidates`.
     There is one date per credential, since the following one depends on when that rotation is completed.
     """
     dry_runs = MAX_DRY_RUNS
     found = []
-    listed = list_candidates(scope, until, after)
+    listed = list_candidates(scope, until, after, most)
     for candidate in listed.candidates:
         date = _next_date(candidate, now)
         if date.state is DateState.OVERDUE and dry_runs:

@@ -12,6 +12,7 @@ from keyvault.access.scopes import AccessScope
 from keyvault.domain.errors import RequestInvalidError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Account, Credential, Key, MerchantStatus
+from keyvault.models.union_parts import limit_part
 from rotation.domain.cryptoperiods import NextDate, Terms, next_date
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides
@@ -105,13 +106,16 @@ class CandidatePage:
 
 
 def list_candidates(
-    scope: AccessScope, until: datetime | None = None, after: DatePosition | None = None
+    scope: AccessScope,
+    until: datetime | None = None,
+    after: DatePosition | None = None,
+    most: int | None = None,
 ) -> CandidatePage:
-    """List the scheduled credentials that are due first and others without a date, up to MAX_LISTED of each.
+    """List the scheduled credentials that are due first and others without a date, up to `most` or MAX_LISTED of each.
 
     `until`: rotations that are requested later are omitted. `after`: a page without those that have no date.
     """
-    places = _list_places(scope)
+    places, most = _list_places(scope), MAX_LISTED if most is None else most
     due, waiting = [], []
     for place in places:
         rows = ScheduledCredential.objects.filter(**place)
@@ -119,39 +123,39 @@ def list_candidates(
         due.append(dates if after is None else dates.filter(TupleGreaterThan(Tuple(F("ask_at"), F("pk")), after)))
         if after is None:
             waiting.append(rows.filter(ask_at__isnull=True))
-    positions = _read_first([*due, *waiting]) if len(places) > 1 else [*_read_first(due), *_read_first(waiting)]
+    positions = (
+        _read_first([*due, *waiting], most)
+        if len(places) > 1
+        else [*_read_first(due, most), *_read_first(waiting, most)]
+    )
     undated = [pk for ask_at, pk in positions if ask_at is None]
     dated = [(ask_at, pk) for ask_at, pk in positions if ask_at is not None]
     if len(places) > 1:
         # The database orders those of one time: it may compare ids in another way than Python does.
         dated.sort(key=lambda position: position[0])
-        last_at = dated[MAX_LISTED][0] if len(dated) > MAX_LISTED else None
+        last_at = dated[most][0] if len(dated) > most else None
         first = [pk for ask_at, pk in dated if last_at is None or ask_at <= last_at]
         earliest = ScheduledCredential.objects.filter(pk__in=first, ask_at__isnull=False)
-        dated = list(earliest.order_by("ask_at", "pk").values_list("ask_at", "pk")[: MAX_LISTED + 1])
-    ids = [pk for _, pk in dated[:MAX_LISTED]] + sorted(undated)[:MAX_LISTED]
+        dated = list(earliest.order_by("ask_at", "pk").values_list("ask_at", "pk")[: most + 1])
+    ids = [pk for _, pk in dated[:most]] + sorted(undated)[:most]
     found = [
         candidate
         for start in range(0, len(ids), BATCH)
         for candidate in find_candidates(ids[start : start + BATCH]).values()
     ]
-    next_after = dated[MAX_LISTED - 1] if len(dated) > MAX_LISTED else None
-    return CandidatePage(found, next_after, has_more_undated=len(undated) > MAX_LISTED)
+    next_after = dated[most - 1] if len(dated) > most else None
+    return CandidatePage(found, next_after, has_more_undated=len(undated) > most)
 
 
-def _read_first(selections: list[QuerySet[ScheduledCredential]]) -> list[tuple[datetime | None, str]]:
+def _read_first(selections: list[QuerySet[ScheduledCredential]], most: int) -> list[tuple[datetime | None, str]]:
     """Return the first positions of each selection, by one walk through an index for each of them.
 
     One condition over all of them would sort all rows. Several selections are returned in no particular order.
     """
     first = [rows.order_by("ask_at", "pk") for rows in selections]
     if len(first) == 1:
-        return list(first[0].values_list("ask_at", "pk")[: MAX_LISTED + 1])
-    # Limited inside, as SQLite requires.
-    parts = [
-        ScheduledCredential.objects.filter(pk__in=rows.values("pk")[: MAX_LISTED + 1]).values_list("ask_at", "pk")
-        for rows in first
-    ]
+        return list(first[0].values_list("ask_at", "pk")[: most + 1])
+    parts = [limit_part(rows, most + 1).values_list("ask_at", "pk") for rows in first]
     return list(parts[0].union(*parts[1:], all=True)) if parts else []
 
 

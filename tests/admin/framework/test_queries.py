@@ -18,16 +18,9 @@ from .test_enforcement import OPEN, every_address
 
 MAX_QUERIES = 12
 
-STILL_MORE = {"index": 14}
-"""Pages that make more queries. A number may only go down; without its row a page has MAX_QUERIES.
-
-The overview reads the rows of three kinds that need attention, each from another table, and six numbers of two apps
-that do not know each other: uses, active keys, denials, the system's health, rotations in progress and completed ones.
-"""
-
 
 def test_queries_of_every_page_are_few(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: no page of the console makes more than MAX_QUERIES queries, or than STILL_MORE states."""
+    """Guarantee: no page of the console makes more than MAX_QUERIES queries."""
     # The counts of the menu are read once in this time, and belong to no page.
     monkeypatch.setattr(attention, "MENU_SECONDS", 1e9)
     paths = [(name, path) for name, path in every_address(desk) if name not in OPEN]
@@ -38,7 +31,7 @@ def test_queries_of_every_page_are_few(desk: Desk, monkeypatch: pytest.MonkeyPat
             client.get(path)
         statements = [each["sql"] for each in made.captured_queries if "SAVEPOINT" not in each["sql"]]
         found[name] = len(statements)
-    assert {name: count for name, count in found.items() if count > STILL_MORE.get(name, MAX_QUERIES)} == {}
+    assert {name: count for name, count in found.items() if count > MAX_QUERIES} == {}
 
 
 @pytest.mark.parametrize("model_admin", admin.site._registry.values(), ids=lambda each: each.opts.model_name)

@@ -9,10 +9,10 @@ import pytest
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
+from rotation.admin import schedule_calendar
 from rotation.domain.plan_fields import Proof
 from rotation.domain.windows import Window
 from rotation.models import BlackoutCalendar, Rotation, RotationSchedule
-from rotation.services.schedules import candidates
 from rotation.services.schedules.schedules import draft_of
 from rotation.services.schedules.starting import begin_due
 from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
@@ -255,7 +255,7 @@ def test_calendar_page_shows_months_with_working_links(desk: Desk) -> None:
 
 
 def test_calendar_page_links_later_dates(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "MAX_LISTED", 1)
+    monkeypatch.setattr(schedule_calendar, "MAX_LISTED", 1)
     for label in ("first", "second"):
         issue(desk.sandbox, at=now() - 80 * DAY, label=label)
         issue(desk.production, at=now() - 70 * DAY, label=f"production {label}")
