@@ -370,8 +370,9 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
     At most _MAX_ATTEMPTS known ones and as many unknown ones; never all of one kind instead of the other. Reads
     only the latest MAX_SOURCES sources of `KeySource`, and OTHERS.
     """
-    attempt = KeyAttempt.objects.filter(key=key_id, outcome=UseOutcome.REFUSED, last_at__gte=since).first()
-    if attempt is None:
+    attempts = KeyAttempt.objects.filter(key=key_id, outcome=UseOutcome.REFUSED, last_at__gte=since)
+    unknown = list(attempts.values_list("unknown_at", flat=True))
+    if not unknown:
         return []  # the usual case, without the searches for sources
     refused = KeySource.objects.filter(key=key_id, refused_at__gte=since)
     columns = refused.annotate(is_known=_is_known(since)).values_list("name", "refused_at", "is_known")
@@ -380,8 +381,8 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
         # Many sources in one row, so it must not be missing.
         latest += [each for each in columns.filter(name=OTHERS) if each not in latest]
     found = [UseAttempt(name, at, bool(is_known)) for name, at, is_known in latest]
-    if attempt.unknown_at is not None and attempt.unknown_at >= since:
-        found += _list_unknown(key_id, since) or [UseAttempt(OTHERS, attempt.unknown_at, is_known=False)]
+    if unknown[0] is not None and unknown[0] >= since:
+        found += _list_unknown(key_id, since) or [UseAttempt(OTHERS, unknown[0], is_known=False)]
     found.sort(key=lambda attempt: attempt.source)
     found.sort(key=lambda attempt: attempt.last_at, reverse=True)
     left = {True: _MAX_ATTEMPTS, False: _MAX_ATTEMPTS}
