@@ -203,9 +203,9 @@ class RotationAdmin(ConsoleModelAdmin):
             .rows_to_open(request)
             .select_related("credential__account__merchant", "predecessor", "replacement", "schedule")
         )
-        return rows.annotate(
-            last_error=Subquery(failed.values("last_error")[:1]), attempts=Subquery(failed.values("attempts")[:1])
-        )
+        last_error, attempts = (Subquery(failed.values(name)[:1]) for name in ("last_error", "attempts"))
+        found: QuerySet[Any] = rows.annotate(last_error=last_error, attempts=attempts)
+        return found
 
     def rows_with_changes(self, rows: QuerySet[Any]) -> QuerySet[Any]:
         return rows.prefetch_related("predecessor__use")

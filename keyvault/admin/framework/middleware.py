@@ -78,7 +78,7 @@ class ConsoleAuthenticationMiddleware(_ConsoleOnly, AuthenticationMiddleware):
 
     def process_request(self, request: HttpRequest) -> None:
         super().process_request(request)
-        request.user = SimpleLazyObject(partial(_load_operator, request))
+        request.user = SimpleLazyObject(partial(_load_operator, request))  # type: ignore[assignment]  # as Django does
 
 
 def _load_operator(request: HttpRequest) -> Any:

@@ -9,6 +9,7 @@ from django.contrib import messages
 from django.contrib.admin.forms import AdminAuthenticationForm
 from django.contrib.auth import REDIRECT_FIELD_NAME
 from django.contrib.auth.backends import ModelBackend
+from django.contrib.auth.base_user import AbstractBaseUser
 from django.contrib.auth.views import LoginView
 from django.core.exceptions import ValidationError
 from django.http import HttpRequest, HttpResponse
@@ -33,7 +34,7 @@ TOO_MANY_REQUESTS = 429
 class SessionBackend(ModelBackend):
     """Load the operator of a session. It verifies no password, which would bypass the failure counter."""
 
-    def get_user(self, user_id: int) -> Operator | None:
+    def get_user(self, user_id: int) -> AbstractBaseUser | None:
         """Return the operator that was read with the session of the request, or read it."""
         known = read_with_session.get()
         if known is None or known.pk != user_id:

@@ -448,13 +448,13 @@ def acknowledge(grant: Grant, rotation: Rotation) -> None:
         wake_rotation(rotation, grant.at)
 
 
-def may_collect(rotation: Rotation, person: str, acts: Iterable[BreakGlass]) -> bool:
+def may_collect(rotation: Rotation, person: str, acts: Iterable[BreakGlass] | None = None) -> bool:
     """Whether the person may collect the replacement: anyone who neither approved, bypassed nor reviewed its approval.
 
     An operator who requested it and bypassed the approval may, too. A scheduled rotation's requester is the author of
     the schedule, who may be absent when the key can be collected.
 
-    `acts`: the break-glass actions on the approval, see `list_approval_acts`; those of other rotations do not count.
+    `acts`: includes those of `list_approval_acts`; None: they are read.
     """
     if rotation.requested_via_id is None and person == rotation.requester_person:
         return True
@@ -463,7 +463,7 @@ def may_collect(rotation: Rotation, person: str, acts: Iterable[BreakGlass]) -> 
     subjects = _list_approved(rotation)
     return not any(
         is_reviewed_by(act, person) or (act.event == BYPASSED and act.person == person)
-        for act in acts
+        for act in (list_approval_acts(rotation) if acts is None else acts)
         if act.subject in subjects
     )
 
@@ -493,9 +493,7 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
     """
     operator = grant.principal
     key = rotation.replacement
-    if not isinstance(operator, OperatorPrincipal) or not may_collect(
-        rotation, operator.person, list_approval_acts(rotation)
-    ):
+    if not isinstance(operator, OperatorPrincipal) or not may_collect(rotation, operator.person):
         raise StateConflictError(
             "A person who approved the rotation, or bypassed or reviewed its approval, cannot collect its key."
         )

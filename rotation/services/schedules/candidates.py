@@ -200,7 +200,8 @@ def make_candidates(credentials: Iterable[Credential]) -> dict[str, Candidate]:
 
 
 def _activated_at(key: Key) -> datetime:
-    return key.activated_at or key.created_at
+    at: datetime = key.activated_at or key.created_at
+    return at
 
 
 def _with_orders(credentials: list[Any]) -> list[tuple[Any, StartOrder]]:

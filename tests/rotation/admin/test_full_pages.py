@@ -68,9 +68,9 @@ def make_full_rotation(desk: Desk, kind: KeyKind) -> Rotation:
     for number in range(3):
         use(key, UseOutcome.ALLOWED, f"192.0.2.{number}")
         use(key, UseOutcome.DENIED, f"192.0.2.{number}")
-    proof = {"proof": Proof.BOTH} if kind is KeyKind.PRIVATE else {}
+    proof = Proof.BOTH if kind is KeyKind.PRIVATE else None
     asking = grant(desk.tam, P.ROTATIONS_WRITE, place)
-    chosen = PlanOverrides(reason="yearly", channels=tuple(DeliveryChannel), **proof)
+    chosen = PlanOverrides(reason="yearly", channels=tuple(DeliveryChannel), proof=proof)
     row = request_rotation(asking, key.credential, chosen)
     bypass_rotation(grant(desk.admin, P.ROTATIONS_BYPASS, place), row, row.plan_digest, "leaked in a ticket")
     advance_rotation(row.pk)
@@ -180,7 +180,8 @@ def add_old_key(key: Key, key_id: str) -> None:
     old = Key.objects.get(pk=key.pk)
     old.key_id, old.state, old.created_at, old.activated_at, old.deactivated_at = key_id, "deactivated", at, at, at
     old.material, old.retirement, old.reason = Material.DESTROYED, RetirementReason.REVOKED, RevocationReason.SUPERSEDED
-    QuerySet(Key).bulk_create([old])
+    rows: QuerySet[Key] = QuerySet(Key)
+    rows.bulk_create([old])
 
 
 def test_full_overview_makes_few_queries(desk: Desk) -> None:
