@@ -20,7 +20,7 @@ def find_values(selections: Sequence[tuple[QuerySet[Any], str]], most: int) -> l
     the menu makes this query on most pages.
     """
     found: list[list[str]] = [[] for _ in selections]
-    parts, parameters = [], list[object]()
+    parts, parameters = list[str](), list[Any]()
     for number, (rows, column) in enumerate(selections):
         compiler = rows.values(sought=F(column))[:most].query.get_compiler(connection=connection)
         try:
