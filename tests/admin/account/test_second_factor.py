@@ -128,9 +128,12 @@ def _response(**changes: Any) -> str:
     [
         *("", "no JSON", "null", "[]", "{}", '{"id": 1}', '{"rawId": "AA", "response": {}}'),
         *(pytest.param("[" * 60_000, id="deep"), pytest.param(r'{"id": "\u0000"}', id="NUL")),
-        pytest.param(_response(rawId=_ENORMOUS), id="number as id"),
+        pytest.param(_response(id=_ENORMOUS, rawId=_ENORMOUS), id="number as id"),
         pytest.param(_response(authenticatorData=_ENORMOUS), id="number as data"),
-        pytest.param(_response(clientDataJSON=_encode(b'{"challenge": %d}' % _ENORMOUS)), id="number as challenge"),
+        pytest.param(
+            _response(clientDataJSON=_encode(b'{"type": "webauthn.get", "challenge": %d}' % _ENORMOUS)),
+            id="number as challenge",
+        ),
     ],
 )
 def test_second_factor_malformed_passkey_is_refused(desk: Desk, tam: Operator, credential: str) -> None:
