@@ -183,7 +183,7 @@ def _find_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> 
             continue
         try:
             yield from ((model_admin, row) for row in model_admin.rows_to_open(request).filter(pk__in=ids))
-        except ValueError:
+        except (ValueError, OverflowError):  # SQLite reads no number above its largest.
             raise NotFoundError("One of these requests does not exist.") from None
 
 

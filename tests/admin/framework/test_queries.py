@@ -19,6 +19,7 @@ from .test_enforcement import OPEN, every_address
 MAX_QUERIES = 12
 
 
+@pytest.mark.usefixtures("menu_counts")
 def test_queries_of_every_page_are_few(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: no page of the console makes more than MAX_QUERIES queries."""
     # The counts of the menu are read once in this time, and belong to no page.
