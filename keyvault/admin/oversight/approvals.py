@@ -182,7 +182,8 @@ def _find_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> 
         if not ids or not any(action.name == "approve" for action in model_admin.row_actions):
             continue
         try:
-            yield from ((model_admin, row) for row in model_admin.rows_to_open(request).filter(pk__in=ids))
+            rows = model_admin.rows_with_changes(model_admin.rows_to_open(request))
+            yield from ((model_admin, row) for row in rows.filter(pk__in=ids))
         except (ValueError, OverflowError):  # SQLite reads no number above its largest.
             raise NotFoundError("One of these requests does not exist.") from None
 

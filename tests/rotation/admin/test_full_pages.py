@@ -203,3 +203,17 @@ def test_full_overview_makes_few_queries(desk: Desk) -> None:
     for text in ("Rotation stalled", "leaked-2, Exposed In Url", "Key requests to approve", "quarantine"):
         assert text in shown
     assert len(count_queries(client, "/admin/")) <= MAX_QUERIES
+
+
+def test_approvals_of_many_rows_make_few_queries(desk: Desk) -> None:
+    """Guarantee: neither the list nor the page that approves several makes a query for each row."""
+    rows: list[Any] = [request_key(desk.production, label=f"wanted-{number}", by=desk.tam) for number in range(4)]
+    for number in range(8):
+        key, _ = issue(desk.production, label=f"used-{number}", by=desk.tam)
+        asking = grant(desk.tam, P.ROTATIONS_WRITE, desk.production)
+        rows.append(request_rotation(asking, key.credential, PlanOverrides(reason="yearly")))
+    client, url = browser(make_operator("somebody", *Role)), address("approvals")
+    assert text_of(client.get(url)).count('name="item"') == len(rows)
+    assert len(count_queries(client, url)) <= MAX_QUERIES
+    chosen = "&".join(f"item={row._meta.label_lower}:{row.pk}" for row in rows)
+    assert len(count_queries(client, f"{address('approvals_review')}?{chosen}")) <= MAX_QUERIES
