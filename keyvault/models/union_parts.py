@@ -13,4 +13,5 @@ def limit_part(rows: QuerySet[Any], most: int) -> QuerySet[Any]:
     """
     if connections[rows.db].features.supports_slicing_ordering_in_compound:
         return rows[:most]
-    return rows.model._base_manager.filter(pk__in=rows.values("pk")[:most]).order_by()
+    limited: QuerySet[Any] = rows.model._base_manager.filter(pk__in=rows.values("pk")[:most]).order_by()
+    return limited
