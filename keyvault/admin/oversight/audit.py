@@ -125,7 +125,7 @@ class WhenFilter(admin.DateFieldListFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Return the entries of the period. Raises IncorrectLookupParameters for a time outside of the calendar."""
-        rows: QuerySet[Any] = super().queryset(request, queryset)
+        rows: QuerySet[Any] = super().queryset(request, queryset)  # type: ignore[assignment]  # never None here
         try:
             str(rows.query)  # SQLite's times have no offset, and year 1 at +14:00 has no time in UTC.
         except OverflowError as error:
