@@ -224,7 +224,6 @@ class RotationAdmin(ConsoleModelAdmin):
         advice = _advise(row, waiting_for, is_failing=failure is not None)
         names = [action.name for action in offered]
         remedies = [] if advice is None else list(remedies_of(row, advice, names))
-        happened = "" if advice is None else advice.happened
         chart, evidence = chart_card(row, now), evidence_card(row, recorded, awaited)
         retiring = row.replacement if row.stage is S.ROLLING_BACK else row.predecessor
         users = users_table(row, retiring, row.predecessor if retiring is row.replacement else row.replacement, awaited)
@@ -235,7 +234,7 @@ class RotationAdmin(ConsoleModelAdmin):
             state=row.state,
             lead=lead_of(row),
             crumbs=account_crumbs(account),
-            banner=banner_of(row, waiting_for, awaited, until, happened, remedies),
+            banner=banner_of(row, waiting_for, awaited, until, remedies, is_advised=advice is not None),
             alarms=[self._bypass_note(request, row)] if row.is_unreviewed else [],
             notes=list(self._notes(request, row)),
             steps=steps_of(row),
@@ -244,8 +243,8 @@ class RotationAdmin(ConsoleModelAdmin):
             sections=[
                 *(steps if row.state == S.STALLED else []),
                 Columns([evidence] if chart is None else [chart, evidence]),
-                Columns([users, plan]),
                 *([] if row.state == S.STALLED else steps),
+                Columns([users, plan]),
                 *([retirements_table(row)] if row.credential.kind == KeyKind.PUBLIC else []),
                 *([awaited_table(awaited)] if len(awaited) > _MAX_AWAITED_IN_USERS else []),
                 approvals_table(row),

@@ -153,7 +153,7 @@ def _steps(row: IssuanceRequest) -> list[Step]:
     state = IssuanceState(row.state)
     if state in {S.REJECTED, S.EXPIRED, S.WITHDRAWN}:
         return [Step("requested", "done", row.created_at), Step(state.value, "stopped", row.decided_at)]
-    times = [("requested", row.created_at), ("approved", row.decided_at), ("issued", row.issued_at)]
+    times = [("requested", row.created_at), ("approval", row.decided_at), ("issued", row.issued_at)]
     if row.delivery in COLLECTED_DELIVERIES and row.kind == KeyKind.PRIVATE:
         times.append(("collected", row.collected_at))
     steps = [Step(label, "ahead" if at is None else "done", at) for label, at in times]
@@ -165,7 +165,7 @@ def _steps(row: IssuanceRequest) -> list[Step]:
 
 class IssuanceRequestAdmin(ConsoleModelAdmin):
     view_permissions = (P.ISSUANCE_READ,)
-    menu, singular, plural = "Approvals", "Issuance request", "Issuance requests"
+    menu, singular, plural = "Approvals", "Key request", "Key requests"
     id_pattern = r"req_[0-9A-Za-z]{20}"
     account_lookup = "account"
     environment_lookup = "account_environment"
@@ -302,7 +302,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         ]
         progress, approvals = FactTable("Progress", outcome), approvals_table(row)
         return Detail(
-            title=row.label,
+            title=f"New key: {row.label}",
             state=row.state,
             lead=format_html("{} · {}", KINDS[KeyKind(row.kind)], identifier(row)),
             crumbs=account_crumbs(row.account),

@@ -1,4 +1,4 @@
-"""Recent refusals in the console, by request id and with each rule applied."""
+"""Recently denied requests in the console, by request id and with each rule applied."""
 
 from django.contrib import admin
 from django.contrib.admin import AdminSite
@@ -33,13 +33,13 @@ _BY_CODE = {code.value: Q(code=code.value) for code in ErrorCode}
 
 class RefusalAdmin(ConsoleModelAdmin):
     view_permissions = (P.VERDICTS_EXPLAIN,)
-    menu, singular, plural = "Explain a denial", "Refusal", "Refusals"
+    menu, singular, plural = "Explain a denial", "Denied request", "Denied requests"
     id_pattern = r"[0-9A-Za-z._~-]{16,32}"
 
     list_display = ("request_id", "when", "code", "endpoint", "key")
     list_filter = ("environment", state_filter(_BY_CODE, name="code", title="code"), "door")
     search_fields = ("=request_id", "=key_id", "=merchant_id")
-    search_help_text = "By request id, key id or merchant id. Refusals are stored for 30 days."
+    search_help_text = "By request id, key id or merchant id. Denied requests are stored for 30 days."
     sortable_by = ()
     ordering = ("-at",)
 
