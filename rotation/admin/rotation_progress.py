@@ -118,7 +118,9 @@ def _checks(row: Rotation, found: dict[str, Evidence], awaited: Sequence[Awaited
     period = "" if plan is None else seconds(plan.quarantine_seconds)
     tried = "The old key was used in quarantine and reinstated" if row.reinstated_at and not untried else ""
     text = tried or f"Suspended for {period}; reinstated once if a known source tries it"
-    yield _check(row, S.QUARANTINE, "Old key not tried in quarantine", None if untried is None else untried.created_at, text)
+    yield _check(
+        row, S.QUARANTINE, "Old key not tried in quarantine", None if untried is None else untried.created_at, text
+    )
 
 
 def _check(row: Rotation, state: RotationState, title: str, at: datetime | None, detail: Any = "") -> EvidenceItem:

@@ -155,7 +155,7 @@ class RotationAdmin(ConsoleModelAdmin):
     create_actions = (REQUEST,)
     row_actions = ROW_ACTIONS
 
-    list_display = ("rotation_id", "state_badge", "account_name", "label", "requested_by", "created")
+    list_display = ("label", "state_badge", "account_name", "rotation_id", "requested_by", "created")
     list_filter = ("state", "account_environment", BYPASS_FILTER, BLOCKED_FILTER, COLLECTION_FILTER)
     search_fields = (
         "=rotation_id",
@@ -189,7 +189,7 @@ class RotationAdmin(ConsoleModelAdmin):
         return str(row.credential.account)
 
     def label(self, row: Rotation) -> str:
-        return row.credential.label
+        return row.credential.label or row.credential_id
 
     @admin.display(description="state")
     def state_badge(self, row: Any) -> SafeString:

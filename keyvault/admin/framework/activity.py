@@ -39,8 +39,13 @@ SPECIAL = {
     "issuance.collected": "Key collected",
     "operator.signed_in": "Signed in",
     "operator.signed_out": "Signed out",
-    "operator.password_accepted": "Password accepted",
+    "operator.password_accepted": "Password entered",
     "operator.sign_in_prepared": "Sign-in of an operator prepared",
+    "queue.late": "Late queue reported",
+    "issuance.approved": "Key request approved",
+    "issuance.rejected": "Key request rejected",
+    "issuance.withdrawn": "Key request withdrawn",
+    "issuance.expired": "Key request expired",
 }
 
 _TONES = {

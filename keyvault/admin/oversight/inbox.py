@@ -133,6 +133,10 @@ class NoticeAdmin(ConsoleModelAdmin):
     def name_of(self, row: Notice) -> str:
         return name_event(row.kind)
 
+    @property
+    def rows_name(self) -> str:
+        return "notices"
+
     def account_of(self, row: Notice) -> Account | None:
         account: Account | None = row.account
         return account
@@ -151,6 +155,7 @@ class NoticeAdmin(ConsoleModelAdmin):
             name_event(row.kind),
             f"{row.account} · {_about(row)}" if row.account else _about(row),
             row.created_at,
+            about=_subject_url(row),
         )
 
     def summary(self, row: Notice) -> FactTable:
@@ -182,14 +187,20 @@ def _account(notice: Notice) -> SafeString | str:
 
 def _subject(notice: Notice) -> SafeString:
     """Render the id of the subject, linked to its page if there is one."""
-    text, label = notice.subject, _about(notice)
+    url, label = _subject_url(notice), _about(notice)
+    return link(url, label) if url else mono(label)
+
+
+def _subject_url(notice: Notice) -> str:
+    """Return the page of the subject; empty without one."""
+    text = notice.subject
     if notice.account is None:
-        return mono(label)  # a name, which may look like an id
+        return ""  # a name, which may look like an id
     page = "keyvault_key" if is_key_id(text) else find_page(text, notice.kind)
     try:
-        return link(reverse(f"admin:{page}_change", args=[text]), label)
+        return reverse(f"admin:{page}_change", args=[text])
     except NoReverseMatch:
-        return mono(label)
+        return ""
 
 
 def _about(notice: Notice) -> str:
