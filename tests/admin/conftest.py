@@ -3,6 +3,9 @@
 import pytest
 
 from .desk import Desk, set_up_desk
+from .menu import menu_counts, menu_without_counts
+
+__all__ = ["desk", "menu_counts", "menu_without_counts"]
 
 
 @pytest.fixture

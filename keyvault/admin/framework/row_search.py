@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from django.db.models import IntegerField, QuerySet, TextField, Value
-from django.db.models.functions import Cast
+from django.core.exceptions import EmptyResultSet
+from django.db import connection
+from django.db.models import F, QuerySet
 
 
 def find_ids(selections: Sequence[QuerySet[Any]], most: int) -> list[list[str]]:
@@ -13,18 +14,25 @@ def find_ids(selections: Sequence[QuerySet[Any]], most: int) -> list[list[str]]:
 
 
 def find_values(selections: Sequence[tuple[QuerySet[Any], str]], most: int) -> list[list[str]]:
-    """Return a column, as texts, of the first rows of each selection, by one query."""
+    """Return a column, as texts, of the first rows of each selection, by one query.
+
+    It joins the statements that Django compiles: `QuerySet.union` would resolve and compile each selection twice, and
+    the menu makes this query on most pages.
+    """
     found: list[list[str]] = [[] for _ in selections]
-    parts = [_values(rows, column, number, most) for number, (rows, column) in enumerate(selections)]
+    parts, parameters = list[str](), list[Any]()
+    for number, (rows, column) in enumerate(selections):
+        compiler = rows.values(sought=F(column))[:most].query.get_compiler(connection=connection)
+        try:
+            # SQLite allows a limit only in a subquery of a union's part.
+            sql, values = compiler.as_sql()
+        except EmptyResultSet:
+            continue
+        parts.append(f"SELECT {number}, CAST(part.sought AS text) FROM ({sql}) AS part")  # noqa: S608  Django quotes it
+        parameters += values
     if parts:
-        for number, value in parts[0].union(*parts[1:], all=True):
-            found[number].append(value)
-    return found
-
-
-def _values(rows: QuerySet[Any], column: str, number: int, most: int) -> QuerySet[Any]:
-    # The limit is in a subquery: SQLite allows none in a part of a union.
-    selected = rows.model._base_manager.filter(pk__in=rows.values("pk")[:most]).order_by()
-    values = {"number": Value(number, IntegerField()), "text": Cast(column, TextField())}
-    found: QuerySet[Any] = selected.annotate(**values).values_list("number", "text")
+        with connection.cursor() as cursor:
+            cursor.execute(" UNION ALL ".join(parts), parameters)
+            for number, value in cursor.fetchall():
+                found[number].append(value)
     return found

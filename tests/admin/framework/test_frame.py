@@ -129,6 +129,7 @@ def test_root_leads_a_browser_to_the_console(accept: str, status: int) -> None:
     assert Client().get("/", headers={"Accept": accept}).status_code == status
 
 
+@pytest.mark.usefixtures("menu_counts")
 def test_pages_need_a_bounded_number_of_queries(desk: Desk) -> None:
     """Guarantee: the overview and the lists cost a fixed number of queries, however many rows there are."""
     for number in range(8):

@@ -26,6 +26,7 @@ that do not know each other: uses, active keys, denials, the system's health, ro
 """
 
 
+@pytest.mark.usefixtures("menu_counts")
 def test_queries_of_every_page_are_few(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: no page of the console makes more than MAX_QUERIES queries, or than STILL_MORE states."""
     # The counts of the menu are read once in this time, and belong to no page.

@@ -44,6 +44,7 @@ def test_inbox_filters_by_status(desk: Desk, what: str | None, count: int) -> No
     assert len(re.findall(r"badge badge-(?:unseen|notice) ", text)) == count
 
 
+@pytest.mark.usefixtures("menu_counts")
 def test_inbox_counts_unseen_alarms_on_every_page_and_on_the_front(desk: Desk) -> None:
     """Every page of the console shows the unseen alarms."""
     client = browser(desk.approver)
