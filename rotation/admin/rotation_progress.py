@@ -186,11 +186,12 @@ def users_table(row: Rotation, key: Key, other: Key | None, awaited: Sequence[Aw
         title = f"{title}: the latest {len(users)}"
     return Table(
         title,
-        ["source", "program", "endpoint", "requests", "last seen", "status"],
+        ["source and program", "endpoint", "requests", "last seen", "status"],
         [
             [
-                mono(user.source),
-                user.user_agent or "none",
+                format_html(
+                    '{}<div class="quiet small">{}</div>', mono(user.source), user.user_agent or "no user agent"
+                ),
                 mono(user.endpoint or "none"),
                 f"{user.count:,}",
                 moment(user.last_at),
