@@ -74,7 +74,8 @@ def banner_of(
         waiting_for = re.sub(": .*", f": {counted(len(awaited), 'source')}, listed below", waiting_for)
     tone = "wait" if is_advised else ""
     if row.state == S.QUARANTINE and until is not None:
-        text = format_html("The old key is suspended. It is revoked {} unless a client tries it.", moment(until))
+        unless = "" if row.credential.kind == KeyKind.PUBLIC else " unless a client tries it"
+        text = format_html("The old key is suspended. It is revoked {}{}.", moment(until), unless)
         return Banner("Waiting for the quarantine to end.", text, tone, buttons)
     text = "" if is_advised else "Nothing is needed from you."
     if until is not None:
@@ -214,8 +215,8 @@ def _status(
         return _badge_and_note(badge("awaited", "wait"), need)
     moved_at = moved.get(name)
     if moved_at is not None and moved_at >= user.last_at:
-        return _badge_and_note(badge("switched", "good"), format_html("used the other {}", moment(moved_at)))
-    return badge("not switched") if row.stage in _BEFORE_SILENCE else badge("silent or waived", "good")
+        return _badge_and_note(badge("switched", "good"), format_html("other key used {}", moment(moved_at)))
+    return badge("not_switched") if row.stage in _BEFORE_SILENCE else badge("silent_or_waived", "good")
 
 
 def _badge_and_note(mark: SafeString, note: SafeString | str) -> SafeString:
