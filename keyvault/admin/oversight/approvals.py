@@ -179,7 +179,7 @@ def _find_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> 
             continue
         try:
             yield from ((model_admin, row) for row in model_admin.get_queryset(request).filter(pk__in=ids))
-        except ValueError:
+        except (ValueError, OverflowError):  # SQLite reads no number above its largest.
             raise NotFoundError("One of these requests does not exist.") from None
 
 

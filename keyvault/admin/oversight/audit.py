@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 from django.contrib import admin
+from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.admin.views.main import ChangeList
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -121,6 +122,15 @@ class WhenFilter(admin.DateFieldListFilter):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.title = "time"
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Return the entries of the period. Raises IncorrectLookupParameters for a time outside of the calendar."""
+        rows: QuerySet[Any] = super().queryset(request, queryset)
+        try:
+            str(rows.query)  # SQLite's times have no offset, and year 1 at +14:00 has no time in UTC.
+        except OverflowError as error:
+            raise IncorrectLookupParameters(error) from error
+        return rows
 
 
 class AuditList(ConsoleList):

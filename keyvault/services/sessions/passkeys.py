@@ -3,10 +3,12 @@
 allauth reads the request from the context that its middleware sets.
 """
 
+import json
+import re
 import struct
 from collections.abc import Callable
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from allauth.mfa.models import Authenticator
@@ -14,6 +16,9 @@ from allauth.mfa.webauthn.internal import auth
 from django.conf import settings
 from django.core.exceptions import ValidationError
 from django.http.request import split_domain_port
+from fido2 import cbor
+from fido2.cose import UnsupportedKey
+from fido2.utils import websafe_decode
 
 from keyvault.models import Operator
 from keyvault.services.sessions.second_factors import PASSKEY, NewFactor
@@ -23,6 +28,8 @@ _MALFORMED = (
     *(ArithmeticError, RecursionError, struct.error),
 )
 """Errors of allauth and fido2 for a response that is wrong, or no response at all."""
+
+_BASE64URL: Final = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 
 def are_passkeys_possible(host: str) -> bool:
@@ -41,10 +48,17 @@ def begin_registration(operator: Operator) -> dict[str, Any]:
 def complete_registration(credential: Any, name: str) -> NewFactor | None:
     """Return the new passkey; None: the response of the browser is wrong."""
     try:
-        auth.complete_registration(auth.parse_registration_response(credential))
+        read = _read_response(credential, "attestationObject")
+        attestation: Any = cbor.decode(websafe_decode(read["response"]["attestationObject"]))
+        _require_bytes(attestation["authData"])
+        response = auth.parse_registration_response(read)
+        passkey = response.response.attestation_object.auth_data.credential_data
+        if passkey is None or isinstance(passkey.public_key, UnsupportedKey):
+            return None
+        auth.complete_registration(response)
     except _MALFORMED:
         return None
-    return NewFactor(PASSKEY, {"name": name, "credential": credential})
+    return NewFactor(PASSKEY, {"name": name, "credential": read})
 
 
 def begin_authentication(operator: Operator) -> dict[str, Any]:
@@ -57,11 +71,33 @@ def verifier_of(operator: Operator, response: Any) -> Callable[[], Authenticator
 
     def verify() -> Authenticator | None:
         try:
-            return auth.complete_authentication(operator, auth.parse_authentication_response(response))
+            read = _read_response(response, "authenticatorData", "signature")
+            return auth.complete_authentication(operator, auth.parse_authentication_response(read))
         except _MALFORMED:
             return None
 
     return verify
+
+
+def _read_response(response: Any, *names: str) -> dict[str, Any]:
+    """Return the members of a browser's response that fido2 verifies, all of them texts. Raises one of _MALFORMED.
+
+    fido2 passes a value that is no text to `bytes`, which for a number allocates that many bytes.
+    """
+    parts = {name: _require_base64url(response["response"][name]) for name in ("clientDataJSON", *names)}
+    _require_base64url(json.loads(websafe_decode(parts["clientDataJSON"]))["challenge"])
+    return {**{name: _require_base64url(response[name]) for name in ("id", "rawId")}, "response": parts}
+
+
+def _require_base64url(value: Any) -> str:
+    if not isinstance(value, str) or _BASE64URL.fullmatch(value) is None:
+        raise ValueError("no text in base64url")
+    return value
+
+
+def _require_bytes(value: Any) -> None:
+    if not isinstance(value, bytes):
+        raise TypeError("no bytes")
 
 
 def _is_address(host: str) -> bool:

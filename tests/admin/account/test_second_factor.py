@@ -1,5 +1,6 @@
 """The page of the second factor, and the pages of an operator's own factors."""
 
+import base64
 import json
 import re
 from datetime import UTC, datetime, timedelta
@@ -104,11 +105,35 @@ def test_second_factor_wrong_code_opens_nothing(desk: Desk, tam: Operator, seed:
     assert (locked.status_code, 0 < int(locked["Retry-After"]) <= 1800) == (429, True)
 
 
+_ENORMOUS = 10**15
+"""Size of a buffer that no machine allocates, in bytes."""
+
+
+def _encode(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _response(**changes: Any) -> str:
+    """Return a browser's response for a passkey, as JSON, with other values in these members."""
+    parts = {"clientDataJSON": _encode(b"{}"), "authenticatorData": "AA", "signature": "AA"}
+    whole = {"id": "AA", "rawId": "AA"}
+    return json.dumps(
+        {name: changes.get(name, value) for name, value in whole.items()}
+        | {"response": {name: changes.get(name, value) for name, value in parts.items()}}
+    )
+
+
 @pytest.mark.parametrize(
     "credential",
     [
         *("", "no JSON", "null", "[]", "{}", '{"id": 1}', '{"rawId": "AA", "response": {}}'),
         *(pytest.param("[" * 60_000, id="deep"), pytest.param(r'{"id": "\u0000"}', id="NUL")),
+        pytest.param(_response(id=_ENORMOUS, rawId=_ENORMOUS), id="number as id"),
+        pytest.param(_response(authenticatorData=_ENORMOUS), id="number as data"),
+        pytest.param(
+            _response(clientDataJSON=_encode(b'{"type": "webauthn.get", "challenge": %d}' % _ENORMOUS)),
+            id="number as challenge",
+        ),
     ],
 )
 def test_second_factor_malformed_passkey_is_refused(desk: Desk, tam: Operator, credential: str) -> None:

@@ -189,6 +189,7 @@ def test_approvals_need_one_recent_second_factor(desk: Desk) -> None:
         (["keyvault.issuancerequest:req_absent"], 404),
         (["keyvault.merchant:acme"], 404),
         (["rotation.retirement:x"], 404),
+        ([f"rotation.retirement:{2**63}"], 404),
         ([f"keyvault.issuancerequest:req_{number}" for number in range(approvals.MAX_TOGETHER + 1)], 400),
     ],
 )

@@ -81,6 +81,16 @@ def test_audit_list_filters_by_chain_and_event(desk: Desk) -> None:
     assert "0 audit entries" in found(desk, chain="account:nobody/sandbox")
 
 
+@pytest.mark.parametrize(
+    "query",
+    [{"at__gte": "0001-01-01T00:00:00+14:00"}, {"at__lt": "9999-12-31T23:59:59-14:00"}, {"at__gte": "x"}],
+    ids=str,
+)
+def test_audit_list_of_an_impossible_time_is_no_fault(desk: Desk, query: dict[str, str]) -> None:
+    answer = browser(desk.auditor).get(address("keyvault_auditentry_changelist"), query, follow=True)
+    assert answer.status_code == 200
+
+
 def test_audit_entry_page_shows_its_details_and_its_place(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     entry = AuditEntry.objects.get(event="key.activated")
