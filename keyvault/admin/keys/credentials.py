@@ -101,7 +101,7 @@ class CredentialAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("credential_id", "account", "kind", "label", "key_states", "created")
+    list_display = ("name", "account", "kind", "key_states", "credential_id", "created")
     list_filter = ("account_environment", "kind", "delivery")
     search_fields = ("=credential_id", "=keys__key_id", "=account__merchant__merchant_id", "^label")
     search_help_text = "By credential id, key id, merchant id or the beginning of a label. Never paste a whole key."
@@ -113,6 +113,10 @@ class CredentialAdmin(ConsoleModelAdmin):
 
     def rows_shown(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
         return super().rows_shown(request, rows).prefetch_related("keys")
+
+    @admin.display(description="label")
+    def name(self, credential: Credential) -> str:
+        return credential.label or credential.credential_id
 
     @admin.display(description="keys")
     def key_states(self, credential: Credential) -> SafeString | str:
