@@ -20,6 +20,7 @@ from keyvault.models import Key
 from keyvault.models.usage import SIGNS_OF_LIFE
 from keyvault.services.usage.reports import KeyUser, find_last_of_sources, find_users, has_more_users
 from rotation.domain.events import RotationState
+from rotation.domain.plan_fields import Reinstatement
 from rotation.domain.silence import AwaitedSource, describe_need
 from rotation.domain.states import CLOSED
 from rotation.models import Evidence, EvidenceKind, Rotation
@@ -115,13 +116,18 @@ def _checks(row: Rotation, found: dict[str, Evidence], awaited: Sequence[Awaited
     silent = "Waived by the approved plan" if row.waived_at and not row.silent_at else _silence(row, awaited)
     yield _check(row, S.OVERLAP, "Old key silent", row.silent_at or row.waived_at, silent)
     untried = found.get(K.UNTRIED)
+    tried = None if untried is None else untried.created_at
+    yield _check(row, S.QUARANTINE, "Old key not tried in quarantine", tried, _quarantine(row, is_untried=bool(tried)))
+
+
+def _quarantine(row: Rotation, *, is_untried: bool) -> str:
     plan = row.readable_plan
-    period = "" if plan is None else seconds(plan.quarantine_seconds)
-    tried = "The old key was used in quarantine and reinstated" if row.reinstated_at and not untried else ""
-    text = tried or f"Suspended for {period}; reinstated once if a known source tries it"
-    yield _check(
-        row, S.QUARANTINE, "Old key not tried in quarantine", None if untried is None else untried.created_at, text
-    )
+    period = "" if plan is None else f" for {seconds(plan.quarantine_seconds)}"
+    if row.reinstated_at is None or is_untried:
+        may_return = plan is not None and plan.reinstatement is Reinstatement.ONCE and row.waived_at is None
+        return f"Suspended{period}" + ("; reinstated once if a known source tries it" if may_return else "")
+    was = "The old key was used in quarantine and reinstated"
+    return was if row.quarantined_at is None else f"{was}. Now it is suspended again{period}, without another return"
 
 
 def _check(row: Rotation, state: RotationState, title: str, at: datetime | None, detail: Any = "") -> EvidenceItem:

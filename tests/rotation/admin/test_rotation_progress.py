@@ -11,12 +11,13 @@ from keyvault.models import Key
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import suspend_key
 from keyvault.services.usage.recorder import UsageLog
-from rotation.domain.plan_fields import PlanOverrides
+from rotation.admin.rotation_progress import evidence_card
+from rotation.domain.plan_fields import PlanOverrides, Reinstatement
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.requests import request_rotation
 from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
-from tests.factories import grant, issue
+from tests.factories import grant, issue, now
 
 pytestmark = pytest.mark.django_db
 
@@ -93,6 +94,23 @@ def test_banner_is_short_and_the_explanation_is_below_it(desk: Desk) -> None:
     assert "The replacement is not proved in use." not in banner
     advice = text.partition("<h2>What to do: ")[2].partition("</section>")[0]
     assert "The replacement is not proved in use." in advice
+
+
+@pytest.mark.parametrize(
+    ("reinstatement", "reinstated", "quarantined", "shown"),
+    [
+        ("once", False, False, "; reinstated once if a known source tries it"),
+        ("never", False, False, "Suspended for 10 minutes<"),
+        ("once", True, False, "The old key was used in quarantine and reinstated<"),
+        ("once", True, True, "Now it is suspended again for 10 minutes, without another return"),
+    ],
+)
+def test_evidence_says_whether_the_old_key_returns_from_quarantine(
+    desk: Desk, reinstatement: str, reinstated: bool, quarantined: bool, shown: str
+) -> None:
+    row = rotated(desk, quarantine_seconds=600, reinstatement=Reinstatement(reinstatement))
+    row.reinstated_at, row.quarantined_at = now() if reinstated else None, now() if quarantined else None
+    assert shown in str(evidence_card(row, [], []))
 
 
 def test_users_who_have_not_switched_are_marked(desk: Desk) -> None:
