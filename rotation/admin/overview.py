@@ -73,7 +73,7 @@ def _find_part(request: HttpRequest, ids: Sequence[Sequence[str]]) -> OverviewPa
         ],
         section=Table(
             "Rotations in progress",
-            ["Credential", "Environment", "State", "Progress", "Time"],
+            ["Credential", "Environment", "State", "Progress", "Time left"],
             [_cells(rotations, row, now) for row in listed[:MAX_SHOWN]],
             "No rotation is in progress. Rotations that replace a key appear here with the step that they wait for.",
             link(rotations.list_url(), "Show all" if len(listed) > MAX_SHOWN else "All rotations"),
@@ -91,14 +91,13 @@ def _cells(rotations: ConsoleModelAdmin, row: Rotation, now: datetime) -> tuple[
         badge(account.environment),
         badge(row.state),
         Segments(steps_of(row)),
-        _since(row, now),
+        _time_left(row, now),
     )
 
 
-def _since(row: Rotation, now: datetime) -> str:
-    """Return for how long the rotation is in its state, and how long until its deadline."""
-    text = duration(now - row.entered_at)
+def _time_left(row: Rotation, now: datetime) -> str:
+    """Return how long until the rotation's deadline."""
     if row.deadline_at is None or row.state == S.REVOKING:
-        return text
+        return "no deadline"
     left = row.deadline_at - now
-    return f"{duration(-left)} late" if left < timedelta() else f"{text}, {duration(left)} left"
+    return f"{duration(-left)} late" if left < timedelta() else duration(left)

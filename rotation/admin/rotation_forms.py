@@ -28,7 +28,7 @@ class RotationForm(PlanForm):
         account="account",
         widget=ComboboxInput("credentials"),
         label="Credential",
-        help_text="Id of a credential with an active key. Its page links to this form.",
+        help_text="Type the beginning of a label, the id of a merchant or of a credential. It must have an active key.",
         unknown="No credential with an active key has this id.",
     )
     reason = form_field(FIELDS["reason"])

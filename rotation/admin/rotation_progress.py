@@ -12,7 +12,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.components import Banner, Card, Checks, EvidenceItem
-from keyvault.admin.framework.widgets import Link, Table, counted, identifier, link, moment, mono, seconds
+from keyvault.admin.framework.widgets import Link, Table, badge, counted, identifier, link, moment, mono, seconds
 from keyvault.admin.keys.traffic import traffic_card
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.sources import name_source
@@ -21,6 +21,7 @@ from keyvault.models.usage import SIGNS_OF_LIFE
 from keyvault.services.usage.reports import KeyUser, find_last_of_sources, first_of_each_outcome
 from keyvault.services.usage.series import Traffic, choose_step, read_traffic
 from rotation.domain.events import RotationState
+from rotation.domain.plan_fields import Reinstatement
 from rotation.domain.silence import AwaitedSource, describe_need
 from rotation.domain.states import CLOSED
 from rotation.models import Evidence, EvidenceKind, Rotation
@@ -32,6 +33,9 @@ _MAX_USERS = 20
 
 _BEFORE = timedelta(hours=1)
 """Time before the request of the rotation that the chart shows."""
+
+_BEFORE_SILENCE = {S.PUBLISHING, S.AWAITING_PROOF}
+"""Stages with both keys in which no source is waited for yet."""
 
 _GOOD_ENDS = {S.COMPLETED, S.ROLLED_BACK}
 
@@ -49,19 +53,21 @@ def banner_of(
     waiting_for: str,
     awaited: Sequence[AwaitedSource],
     until: datetime | None,
-    happened: str,
     buttons: Sequence[Link],
+    *,
+    is_advised: bool,
 ) -> Banner | None:
     """Return the sentence with what the rotation waits for, until when, and the next action.
 
     Args:
-        happened: the runbook's explanation, if an operator can do something.
         buttons: the actions that the runbook names and the operator may run, the best first.
+        is_advised: whether the page has the runbook's advice, because an operator can do something.
     """
     if row.state == S.STALLED:
-        return Banner(f"Stalled in {row.get_stalled_from_display()}: {row.why}.", happened, "bad", buttons)
+        return Banner(f"Stalled in {row.get_stalled_from_display()}: {_in_words(row.why)}.", "", "bad", buttons)
     if row.current_state in CLOSED:
-        why = f"{row.why[0].upper()}{row.why[1:]}." if row.why else ""
+        reason = _in_words(row.why)
+        why = f"{reason[0].upper()}{reason[1:]}." if reason else ""
         tone = "good" if row.current_state in _GOOD_ENDS else ""
         return Banner(f"{row.get_state_display().replace('_', ' ').capitalize()}.", why, tone)
     if not waiting_for:
@@ -69,10 +75,20 @@ def banner_of(
     if len(awaited) > 1:
         # The table of the old key's users has each source and its time.
         waiting_for = re.sub(": .*", f": {counted(len(awaited), 'source')}, listed below", waiting_for)
-    text = happened or "Nothing is needed from you."
+    tone = "wait" if is_advised else ""
+    if row.state == S.QUARANTINE and until is not None:
+        unless = "" if row.credential.kind == KeyKind.PUBLIC else " unless a client tries it"
+        text = format_html("The old key is suspended. It is revoked {}{}.", moment(until), unless)
+        return Banner("Waiting for the quarantine to end.", text, tone, buttons)
+    text = "" if is_advised else "Nothing is needed from you."
     if until is not None:
         text = format_html("{} Next step {} at the earliest.", text, moment(until))
-    return Banner(f"Waiting for {waiting_for}.", text, "wait" if happened else "", buttons)
+    return Banner(f"Waiting for {_in_words(waiting_for)}.", text, tone, buttons)
+
+
+def _in_words(reason: str) -> str:
+    """Return a reason of the rotation with the console's name for the key that is being replaced."""
+    return reason.replace("predecessor", "old key")
 
 
 # --- evidence -----------------------------------------------------------------------------------------------
@@ -102,11 +118,18 @@ def _checks(row: Rotation, found: dict[str, Evidence], awaited: Sequence[Awaited
     silent = "Waived by the approved plan" if row.waived_at and not row.silent_at else _silence(row, awaited)
     yield _check(row, S.OVERLAP, "Old key silent", row.silent_at or row.waived_at, silent)
     untried = found.get(K.UNTRIED)
+    tried = None if untried is None else untried.created_at
+    yield _check(row, S.QUARANTINE, "Old key not tried in quarantine", tried, _quarantine(row, is_untried=bool(tried)))
+
+
+def _quarantine(row: Rotation, *, is_untried: bool) -> str:
     plan = row.readable_plan
-    period = "" if plan is None else seconds(plan.quarantine_seconds)
-    tried = "The old key was used in quarantine and reinstated" if row.reinstated_at and not untried else ""
-    text = tried or f"Refused reversibly for {period}; an attempt by a known source reinstates it once"
-    yield _check(row, S.QUARANTINE, "Untried in quarantine", None if untried is None else untried.created_at, text)
+    period = "" if plan is None else f" for {seconds(plan.quarantine_seconds)}"
+    if row.reinstated_at is None or is_untried:
+        may_return = plan is not None and plan.reinstatement is Reinstatement.ONCE and row.waived_at is None
+        return f"Suspended{period}" + ("; reinstated once if a known source tries it" if may_return else "")
+    was = "The old key was used in quarantine and reinstated"
+    return was if row.quarantined_at is None else f"{was}. Now it is suspended again{period}, without another return"
 
 
 def _check(row: Rotation, state: RotationState, title: str, at: datetime | None, detail: Any = "") -> EvidenceItem:
@@ -178,15 +201,16 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
         title = f"{title}: the latest {len(users)}"
     return Table(
         title,
-        ["source", "program", "endpoint", "requests", "last seen", "status"],
+        ["source and program", "endpoint", "requests", "last seen", "status"],
         [
             [
-                mono(user.source),
-                user.user_agent or "none",
+                format_html(
+                    '{}<div class="quiet small">{}</div>', mono(user.source), user.user_agent or "no user agent"
+                ),
                 mono(user.endpoint or "none"),
                 f"{user.count:,}",
                 moment(user.last_at),
-                _status(name, user, moved, until),
+                _status(row, name, user, moved, until),
             ]
             for name, user in zip(names, users, strict=True)
         ],
@@ -195,14 +219,22 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
     )
 
 
-def _status(name: str, user: KeyUser, moved: dict[str, datetime], until: dict[str, datetime | None]) -> Any:
+def _status(
+    row: Rotation, name: str, user: KeyUser, moved: dict[str, datetime], until: dict[str, datetime | None]
+) -> SafeString:
+    """Return whether the source still needs the key: a badge, and below it since or until when."""
     if name in until:
         end = until[name]
-        return describe_need(name) if end is None else format_html("silent {}", moment(end))
+        need = describe_need(name) if end is None else format_html("silence is proved {}", moment(end))
+        return _badge_and_note(badge("awaited", "wait"), need)
     moved_at = moved.get(name)
     if moved_at is not None and moved_at >= user.last_at:
-        return format_html("switched; replacement used {}", moment(moved_at))
-    return ""
+        return _badge_and_note(badge("switched", "good"), format_html("other key used {}", moment(moved_at)))
+    return badge("not_switched") if row.stage in _BEFORE_SILENCE else badge("silent_or_waived", "good")
+
+
+def _badge_and_note(mark: SafeString, note: SafeString | str) -> SafeString:
+    return format_html('{}<div class="quiet small">{}</div>', mark, note)
 
 
 def _csv_button(users: Sequence[KeyUser]) -> SafeString:

@@ -308,9 +308,9 @@ def _time_of(row: Rotation, state: RotationState) -> Any:
 
 
 def runbook_facts(advice: Advice) -> FactTable:
-    """Return the runbook's steps. The page's banner has what happened, and the actions."""
+    """Return the runbook's explanation and steps. The page's banner has the actions."""
     steps = format_html_join("", "<li>{}</li>", ((step,) for step in advice.steps))
-    rows = [("Steps", format_html("<ol class='steps-to-take'>{}</ol>", steps))]
+    rows = [("Why", advice.happened), ("Steps", format_html("<ol class='steps-to-take'>{}</ol>", steps))]
     return FactTable(f"What to do: {advice.title[0].lower()}{advice.title[1:]}", rows)
 
 

@@ -175,7 +175,7 @@ class RotationAdmin(ConsoleModelAdmin):
     create_actions = (REQUEST,)
     row_actions = ROW_ACTIONS
 
-    list_display = ("rotation_id", "state_badge", "account_name", "label", "requested_by", "created")
+    list_display = ("label", "state_badge", "account_name", "rotation_id", "requested_by", "created")
     list_filter = ("state", "account_environment", BYPASS_FILTER, BLOCKED_FILTER, COLLECTION_FILTER)
     search_fields = (
         "=rotation_id",
@@ -225,7 +225,7 @@ class RotationAdmin(ConsoleModelAdmin):
         return str(row.credential.account)
 
     def label(self, row: Rotation) -> str:
-        return row.credential.label
+        return row.credential.label or row.credential_id
 
     @admin.display(description="state")
     def state_badge(self, row: Any) -> SafeString:
@@ -261,7 +261,6 @@ class RotationAdmin(ConsoleModelAdmin):
         advice = _advise(row, waiting_for, is_failing=row.last_error is not None)
         names = [action.name for action in offered]
         remedies = [] if advice is None else list(remedies_of(row, advice, names))
-        happened = "" if advice is None else advice.happened
         retiring = row.replacement if row.stage is S.ROLLING_BACK else row.predecessor
         traffic = read_rotation_traffic(row, retiring, now)
         chart, evidence = chart_card(row, traffic, now), evidence_card(row, recorded, awaited)
@@ -273,7 +272,7 @@ class RotationAdmin(ConsoleModelAdmin):
             state=row.state,
             lead=lead_of(row),
             crumbs=account_crumbs(account),
-            banner=banner_of(row, waiting_for, awaited, waits.until, happened, remedies),
+            banner=banner_of(row, waiting_for, awaited, waits.until, remedies, is_advised=advice is not None),
             alarms=[self._bypass_note(request, row)] if row.is_unreviewed else [],
             notes=list(self._notes(request, row)),
             steps=steps_of(row),
@@ -282,8 +281,8 @@ class RotationAdmin(ConsoleModelAdmin):
             sections=[
                 *(steps if row.state == S.STALLED else []),
                 Columns([evidence] if chart is None else [chart, evidence]),
-                Columns([users, plan]),
                 *([] if row.state == S.STALLED else steps),
+                Columns([users, plan]),
                 *([retirements_table(row)] if row.credential.kind == KeyKind.PUBLIC else []),
                 *([awaited_table(awaited)] if len(awaited) > _MAX_AWAITED_IN_USERS else []),
                 approvals_table(row),

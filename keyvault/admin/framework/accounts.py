@@ -34,7 +34,7 @@ def merchant_field(help_text: str, *, required: bool = True) -> forms.CharField:
 class AccountForm(ActionForm):
     """Base form of an action that creates something in an account."""
 
-    merchant = merchant_field("Merchant id.")
+    merchant = merchant_field("Type the beginning of a merchant's name or id.")
     environment = environment_field()
 
 

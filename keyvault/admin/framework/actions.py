@@ -152,7 +152,7 @@ class RowLookup(ScopedField, _ModelChoiceField):
 
 
 def reason_field(
-    label: str = "Why", *, required: bool = True, rows: int = 3, help_text: str = "Recorded in the audit log."
+    label: str = "Reason", *, required: bool = True, rows: int = 3, help_text: str = "Recorded in the audit log."
 ) -> forms.CharField:
     """Return the field for a reason in a person's own words."""
     return forms.CharField(

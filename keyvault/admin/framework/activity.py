@@ -39,8 +39,18 @@ SPECIAL = {
     "issuance.collected": "Key collected",
     "operator.signed_in": "Signed in",
     "operator.signed_out": "Signed out",
-    "operator.password_accepted": "Password accepted",
+    "operator.password_accepted": "Password entered",
     "operator.sign_in_prepared": "Sign-in of an operator prepared",
+    "journal.failed": "Revocation log failed",
+    "operator.unfamiliar_sign_in": "Unfamiliar sign-in",
+    "queue.late": "Late queue reported",
+    "rotation.predecessor_retiring": "Old key about to be retired",
+    "rotation.replacement_available": "Replacement available",
+    "rotation.replacement_awaited": "Replacement not used yet",
+    "issuance.approved": "Key request approved",
+    "issuance.rejected": "Key request rejected",
+    "issuance.withdrawn": "Key request withdrawn",
+    "issuance.expired": "Key request expired",
 }
 
 _TONES = {
@@ -52,7 +62,7 @@ _TONE_OF = {verb: tone for tone, verbs in _TONES.items() for verb in verbs}
 
 
 def name_event(event: str) -> str:
-    """Return an event in words, such as `Rotation requested`."""
+    """Return an event or a kind of notice in words, such as `Rotation requested`."""
     noun, _, verb = event.partition(".")
     what = SPECIAL.get(event) or f"{noun} {verb}".replace("_", " ").strip()
     return f"{what[0].upper()}{what[1:]}"

@@ -1,8 +1,8 @@
 """What needs the operator's attention: rows of every model admin, found by one query for the menu and the overview."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -156,14 +156,34 @@ def attention_context(request: HttpRequest, found: FoundAttention) -> dict[str, 
     for item, ids in ranked:
         is_shown = ids and sum(bool(each.lines) for each in items) < _MAX_SHOWN_ITEMS
         items.append(item.read(request, ids) if is_shown else item.item(count=min(len(ids), MAX_ROWS)))
+    own = {line.url for item in items for line in item.lines}
     return {
         "attention_items": [item for item in items if item.count],
         "attention_lines": [
-            (item, line) for item in items if item.tone in URGENT_TONES for line in item.lines[:_MAX_SHOWN_PER_ITEM]
+            (item, line)
+            for item in items
+            if item.tone in URGENT_TONES
+            for line in _join_alike(item, own)[:_MAX_SHOWN_PER_ITEM]
         ][:_MAX_SHOWN],
         "waiting_items": [item for item in items if item.tone not in URGENT_TONES and item.lines],
         "attention_count": sum(item.count for item in items if item.tone in URGENT_TONES),
     }
+
+
+def _join_alike(item: AttentionItem, own: Collection[str]) -> list[Line]:
+    """Return the lines of an item. Those with one label have often one cause: they are one line, to the list.
+
+    Args:
+        own: the pages that have a line of their own. Notices about them are left out.
+    """
+    alike: dict[str, list[Line]] = {}
+    for line in item.lines:
+        if line.about not in own:
+            alike.setdefault(line.label, []).append(line)
+    return [
+        replace(lines[0], url=item.url, detail="; ".join(line.detail for line in lines)) if lines[1:] else lines[0]
+        for lines in alike.values()
+    ]
 
 
 class MenuCounts:

@@ -226,6 +226,11 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             return None
         return Tab(self.plural, self.list_url(), request.path)
 
+    @property
+    def rows_name(self) -> str:
+        """What the rows are called in a sentence, such as `denied requests`."""
+        return self.plural.lower()
+
     def account_of(self, row: Any) -> Account | None:
         """Return the account that a grant for the row applies to; None for the platform."""
         return None

@@ -102,10 +102,13 @@ class Extras:
 
 @dataclass(frozen=True, slots=True)
 class Line:
+    """A row in a list of several kinds. `about`: the page that a notice reports on, if any."""
+
     url: str
     label: str
     detail: str
     at: datetime | None = None
+    about: str = ""
 
 
 _TONES = {

@@ -101,7 +101,7 @@ class CredentialAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("credential_id", "account", "kind", "label", "key_states", "created")
+    list_display = ("name", "account", "kind", "key_states", "credential_id", "created")
     list_filter = ("account_environment", "kind", "delivery")
     search_fields = ("=credential_id", "=keys__key_id", "=account__merchant__merchant_id", "^label")
     search_help_text = "By credential id, key id, merchant id or the beginning of a label. Never paste a whole key."
@@ -121,6 +121,10 @@ class CredentialAdmin(ConsoleModelAdmin):
         shown = Key.objects.filter(~Q(state__in=DEAD_STATES) | Q(pk__in=newest))
         prefetch_related_objects([row], Prefetch("keys", shown.select_related("use").order_by("-created_at")))
         return row
+
+    @admin.display(description="label")
+    def name(self, credential: Credential) -> str:
+        return credential.label or credential.credential_id
 
     @admin.display(description="keys")
     def key_states(self, credential: Credential) -> SafeString | str:

@@ -13,7 +13,14 @@ from django.utils.html import format_html
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.accounts import AccountForm, account_crumbs, account_from, account_link, account_query
+from keyvault.admin.framework.accounts import (
+    AccountForm,
+    account_crumbs,
+    account_from,
+    account_link,
+    account_query,
+    accounts_in_scope,
+)
 from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
@@ -66,7 +73,7 @@ from keyvault.domain.issuance import (
     can_transition_issuance,
 )
 from keyvault.domain.keys import KeyKind
-from keyvault.models import Account, IssuanceRequest
+from keyvault.models import Account, IssuanceRequest, Merchant
 from keyvault.services.issuance.requests import (
     approve_issuance,
     collect_key,
@@ -153,7 +160,7 @@ def _steps(row: IssuanceRequest) -> list[Step]:
     state = IssuanceState(row.state)
     if state in {S.REJECTED, S.EXPIRED, S.WITHDRAWN}:
         return [Step("requested", "done", row.created_at), Step(state.value, "stopped", row.decided_at)]
-    times = [("requested", row.created_at), ("approved", row.decided_at), ("issued", row.issued_at)]
+    times = [("requested", row.created_at), ("approval", row.decided_at), ("issued", row.issued_at)]
     if row.delivery in COLLECTED_DELIVERIES and row.kind == KeyKind.PRIVATE:
         times.append(("collected", row.collected_at))
     steps = [Step(label, "ahead" if at is None else "done", at) for label, at in times]
@@ -165,7 +172,7 @@ def _steps(row: IssuanceRequest) -> list[Step]:
 
 class IssuanceRequestAdmin(ConsoleModelAdmin):
     view_permissions = (P.ISSUANCE_READ,)
-    menu, singular, plural = "Approvals", "Issuance request", "Issuance requests"
+    menu, singular, plural = "Approvals", "Key request", "Key requests"
     id_pattern = r"req_[0-9A-Za-z]{20}"
     account_lookup = "account"
     environment_lookup = "account_environment"
@@ -219,7 +226,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("issuance_request_id", "state_badge", "account", "kind", "label", "requested_by", "created")
+    list_display = ("label", "state_badge", "account", "kind", "issuance_request_id", "requested_by", "created")
     list_filter = ("state", "account_environment", "kind", "delivery")
     search_fields = (
         "=issuance_request_id",
@@ -302,7 +309,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         ]
         progress, approvals = FactTable("Progress", outcome), approvals_table(row)
         return Detail(
-            title=row.label,
+            title=f"New key: {row.label}",
             state=row.state,
             lead=format_html("{} · {}", KINDS[KeyKind(row.kind)], identifier(row)),
             crumbs=account_crumbs(row.account),
@@ -334,8 +341,9 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
 
     def changes(self, row: IssuanceRequest) -> Iterable[Difference]:
         is_shown = row.delivery == Delivery.SHOW_ONCE and row.account_environment == Environment.PRODUCTION
-        expires = f"expires {counted(row.expires_in_days, 'day')} after it is issued" if row.expires_in_days else ""
-        yield Difference(f"{row.kind} key".capitalize(), NOTHING, f"one, which {expires or 'does not expire'}")
+        days = row.expires_in_days
+        lifetime = f"expires {counted(days, 'day')} after it is issued" if days else "does not expire"
+        yield Difference(f"{row.kind} key".capitalize(), NOTHING, f"a new one, {lifetime}")
         yield Difference(
             "Credential", NOTHING, f"{row.label}, new in {row.account}" if row.credential_id is None else row.label
         )
@@ -367,8 +375,13 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         return Line(self.url_of(row), self.name_of(row), detail, row.created_at)
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """Add a link to request a key to the page of an account."""
-        if not isinstance(row, Account) or not may(request, P.ISSUANCE_REQUEST, row):
+        """Add a link to request a key to the page of an account or a merchant."""
+        if isinstance(row, Account):
+            is_offered, query = may(request, P.ISSUANCE_REQUEST, row), account_query(row)
+        elif isinstance(row, Merchant):
+            accounts = accounts_in_scope(request, row)
+            is_offered, query = any(may(request, P.ISSUANCE_REQUEST, each) for each in accounts), f"?merchant={row.pk}"
+        else:
             return None
-        url = reverse("admin:keyvault_issuancerequest_request") + account_query(row)
-        return Extras(links=[Link("Request a key", url)])
+        url = reverse("admin:keyvault_issuancerequest_request") + query
+        return Extras(links=[Link("Request a key", url)]) if is_offered else None

@@ -44,7 +44,7 @@ def use_tables(key: Key, found: Sequence[KeyUser], *, has_more: bool) -> Iterabl
         yield from _versions(found, has_more)
     users = first_of_each_outcome(found, _MAX_ROWS)
     is_cut = len(users) < len(found)
-    title = _title(f"Users: latest {_MAX_ROWS} of each outcome" if is_cut else "Users", has_more)
+    title = _title(f"Who uses the key: latest {_MAX_ROWS} of each outcome" if is_cut else "Who uses the key", has_more)
     has_pages = any(user.origin for user in users)
     yield Table(
         title,

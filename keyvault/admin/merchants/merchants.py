@@ -234,7 +234,7 @@ def _account_facts(account: Account) -> FactTable:
             ("Base URL", mono(BASE_URLS[Environment(account.environment)])),
             ("Limit", _limit(account)),
         ],
-        aside=link(page, f"{account.environment} account"),
+        aside=link(page, f"Open {account.environment} account"),
     )
 
 

@@ -125,7 +125,7 @@ class WhenFilter(admin.DateFieldListFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Return the entries of the period. Raises IncorrectLookupParameters for a time outside of the calendar."""
-        rows: QuerySet[Any] = super().queryset(request, queryset)
+        rows: QuerySet[Any] = super().queryset(request, queryset)  # type: ignore[assignment]  # never None here
         try:
             str(rows.query)  # SQLite's times have no offset, and year 1 at +14:00 has no time in UTC.
         except OverflowError as error:
@@ -318,11 +318,11 @@ def _chain_state(found: Sequence[CheckpointStatus]) -> Banner:
         return Banner("No checkpoint is signed yet.", "The worker signs one within minutes.", "wait")
     unsigned = sum(status.unsigned for status in found)
     text = format_html("Last signed {}. {} waiting for the next signature.", moment(max(signed)), _entries(unsigned))
-    return Banner("The newest checkpoint of each scope verifies.", text, "good")
+    return Banner("The audit log matches its newest signed checkpoints.", text, "good")
 
 
 def _entries(count: int) -> str:
-    return "1 entry is" if count == 1 else f"{count:,} entries are"
+    return "1 entry is" if count == 1 else f"{count:,} entries are" if count else "No entries are"
 
 
 def _checkpoints(found: Sequence[CheckpointStatus]) -> Table:

@@ -101,7 +101,7 @@ class NoticeAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("kind", "state_badge", "merchant", "environment_badge", "about", "created")
+    list_display = ("what", "state_badge", "merchant", "environment_badge", "about", "created")
     list_filter = (ALARM_FILTER, "account_environment", "kind")
     search_fields = ("=subject", "=notice_id", "=account__merchant__merchant_id")
     sortable_by = ()
@@ -111,6 +111,10 @@ class NoticeAdmin(ConsoleModelAdmin):
 
     def _in_scope(self, request: HttpRequest, notices: QuerySet[Notice]) -> QuerySet[Notice]:
         return self.rows_in_scope(notices, operator_of(request).scope)
+
+    @admin.display(description="what happened")
+    def what(self, notice: Notice) -> str:
+        return name_event(notice.kind)
 
     state_badge = badge_column("state", _state)
     created = moment_column("when", "created_at")
@@ -127,7 +131,11 @@ class NoticeAdmin(ConsoleModelAdmin):
         return _subject(notice)
 
     def name_of(self, row: Notice) -> str:
-        return str(row.kind)
+        return name_event(row.kind)
+
+    @property
+    def rows_name(self) -> str:
+        return "notices"
 
     def account_of(self, row: Notice) -> Account | None:
         account: Account | None = row.account
@@ -147,6 +155,7 @@ class NoticeAdmin(ConsoleModelAdmin):
             name_event(row.kind),
             f"{row.account} · {_about(row)}" if row.account else _about(row),
             row.created_at,
+            about=_subject_url(row),
         )
 
     def summary(self, row: Notice) -> FactTable:
@@ -162,12 +171,12 @@ class NoticeAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Notice) -> Detail:
         payload = [(name.replace("_", " "), _plain(value)) for name, value in sorted(row.payload.items())]
-        sections: list[FactTable | Table] = [self.summary(row), FactTable("Payload", payload)]
+        sections: list[FactTable | Table] = [self.summary(row), FactTable("Details", payload)]
         if row.seen_at is not None:
             seen_by = "" if row.seen_by is None else row.seen_by.get_username()
             sections.append(FactTable("Seen", [("By", seen_by), ("When", moment(row.seen_at))]))
         sections.append(_deliveries(row))
-        return Detail(title=row.kind, state=_state(row), sections=sections)
+        return Detail(title=name_event(row.kind), state=_state(row), sections=sections)
 
 
 def _account(notice: Notice) -> SafeString | str:
@@ -178,14 +187,20 @@ def _account(notice: Notice) -> SafeString | str:
 
 def _subject(notice: Notice) -> SafeString:
     """Render the id of the subject, linked to its page if there is one."""
-    text, label = notice.subject, _about(notice)
+    url, label = _subject_url(notice), _about(notice)
+    return link(url, label) if url else mono(label)
+
+
+def _subject_url(notice: Notice) -> str:
+    """Return the page of the subject; empty without one."""
+    text = notice.subject
     if notice.account is None:
-        return mono(label)  # a name, which may look like an id
+        return ""  # a name, which may look like an id
     page = "keyvault_key" if is_key_id(text) else find_page(text, notice.kind)
     try:
-        return link(reverse(f"admin:{page}_change", args=[text]), label)
+        return reverse(f"admin:{page}_change", args=[text])
     except NoReverseMatch:
-        return mono(label)
+        return ""
 
 
 def _about(notice: Notice) -> str:
@@ -197,6 +212,8 @@ def _about(notice: Notice) -> str:
 def _plain(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return "none" if value is None else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Recent refusals in the console, by request id and with each rule applied."""
+"""Recently denied requests in the console, by request id and with each rule applied."""
 
 from django.contrib import admin
 from django.contrib.admin import AdminSite
@@ -27,19 +27,25 @@ from keyvault.admin.framework.widgets import (
 from keyvault.admin.oversight.explain import explain_view, verdict_sections
 from keyvault.domain.errors import ErrorCode
 from keyvault.models import Refusal
+from keyvault.wire.entry_points import VerificationEntryPoint
 
 _BY_CODE = {code.value: Q(code=code.value) for code in ErrorCode}
 
 
+ENTRY_POINT_FILTER = state_filter(
+    {point.value: Q(door=point.value) for point in VerificationEntryPoint}, name="door", title="entry point"
+)
+
+
 class RefusalAdmin(ConsoleModelAdmin):
     view_permissions = (P.VERDICTS_EXPLAIN,)
-    menu, singular, plural = "Explain a denial", "Refusal", "Refusals"
+    menu, singular, plural = "Explain a denial", "Denied request", "Denied requests"
     id_pattern = r"[0-9A-Za-z._~-]{16,32}"
 
     list_display = ("request_id", "when", "code", "endpoint", "key")
-    list_filter = ("environment", state_filter(_BY_CODE, name="code", title="code"), "door")
+    list_filter = ("environment", state_filter(_BY_CODE, name="code", title="code"), ENTRY_POINT_FILTER)
     search_fields = ("=request_id", "=key_id", "=merchant_id")
-    search_help_text = "By request id, key id or merchant id. Refusals are stored for 30 days."
+    search_help_text = "By request id, key id or merchant id. Denied requests are stored for 30 days."
     sortable_by = ()
     ordering = ("-at",)
 

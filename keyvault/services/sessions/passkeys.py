@@ -49,7 +49,8 @@ def complete_registration(credential: Any, name: str) -> NewFactor | None:
     """Return the new passkey; None: the response of the browser is wrong."""
     try:
         read = _read_response(credential, "attestationObject")
-        _require_bytes(cbor.decode(websafe_decode(read["response"]["attestationObject"]))["authData"])
+        attestation: Any = cbor.decode(websafe_decode(read["response"]["attestationObject"]))
+        _require_bytes(attestation["authData"])
         response = auth.parse_registration_response(read)
         passkey = response.response.attestation_object.auth_data.credential_data
         if passkey is None or isinstance(passkey.public_key, UnsupportedKey):

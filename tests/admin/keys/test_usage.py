@@ -44,7 +44,7 @@ def test_key_page_of_a_public_key_shows_shops_and_app_versions(desk: Desk) -> No
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
     use(key, "192.0.2.1", UseOutcome.ALLOWED, user_agent="app/1.2", origin="https://shop.example")
     text = page(desk, key)
-    assert text.index("Shops and app versions") < text.index("Users")
+    assert text.index("Shops and app versions") < text.index("Who uses the key")
     assert "https://shop.example" in text
     assert "app/1.2" in text
 
@@ -57,7 +57,7 @@ def test_key_page_shows_that_the_list_of_users_is_truncated(desk: Desk) -> None:
     assert "latest 20" not in text
     use(key, "10.0.99.1", UseOutcome.ALLOWED)
     text = page(desk, key)
-    assert "Users: latest 20" in text
+    assert "Who uses the key: latest 20" in text
     assert "Networks: latest 20" in text
     assert "10.0.99.1" not in text, "among equals the last by name is omitted"
     use(key, "203.0.113.1", UseOutcome.DENIED)
@@ -68,7 +68,7 @@ def test_key_page_shows_that_the_list_of_users_is_truncated(desk: Desk) -> None:
 def test_key_page_shows_each_users_origin_if_known(desk: Desk, origin: str) -> None:
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
     use(key, "192.0.2.1", UseOutcome.ALLOWED, origin=origin)
-    users = page(desk, key).partition("Users")[2].partition("Networks")[0]
+    users = page(desk, key).partition("Who uses the key")[2].partition("Networks")[0]
     assert (">origin<" in users.lower(), "https://shop.example" in users) == (bool(origin), bool(origin))
 
 

@@ -190,3 +190,14 @@ def test_merchant_offboarded_is_only_offered_to_continue(desk: Desk, monkeypatch
     account_page = text_of(client.get(address("keyvault_account_change", desk.sandbox.pk)))
     assert "The merchant was offboarded" in account_page
     assert address("keyvault_account_suspend", desk.sandbox.pk) not in account_page
+
+
+def test_page_of_a_merchant_leads_to_a_key_request_for_it(desk: Desk) -> None:
+    """Guarantee: who may request a key does so from the merchant's page, without typing its id."""
+    page, form = (
+        address("keyvault_merchant_change", "acme"),
+        f"{address('keyvault_issuancerequest_request')}?merchant=acme",
+    )
+    assert f'href="{form}">Request a key' in text_of(browser(desk.tam).get(page))
+    assert 'name="merchant" value="acme"' in text_of(browser(desk.tam).get(form))
+    assert "Request a key</a>" not in text_of(browser(desk.auditor).get(page))

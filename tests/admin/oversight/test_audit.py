@@ -118,7 +118,7 @@ def test_audit_page_shows_the_newest_checkpoint_of_each_scope(desk: Desk) -> Non
     text = found(desk)
     assert "Signed checkpoints" in text
     assert "badge-holds" in text
-    assert "The newest checkpoint of each scope verifies." in text
+    assert "The audit log matches its newest signed checkpoints." in text
     assert "<code>local</code> version 1" in text
     assert "badge-pending" in text  # production, without entries so far
     assert "badge-broken" not in text

@@ -57,6 +57,22 @@ def test_inbox_counts_unseen_alarms_on_every_page_and_on_the_front(desk: Desk) -
     assert '<span class="count count-urgent">1</span>' in text_of(client.get("/admin/keyvault/key/"))
 
 
+def test_alarms_of_one_kind_are_one_line_of_the_front_page(desk: Desk) -> None:
+    """Guarantee: several alarms with one cause take one line, which leads to the unseen alarms."""
+    first, second = create_notice(desk, subject="rot_" + "A" * 20), create_notice(desk, subject="rot_" + "B" * 20)
+    front = text_of(browser(desk.approver).get("/admin/"))
+    assert front.count("Open alarm") == 1
+    assert first.subject in front
+    assert second.subject in front
+    assert f'href="{LIST}?what=unseen">Open alarm' in front
+
+
+def test_events_are_named_in_words(desk: Desk) -> None:
+    notice, client = create_notice(desk), browser(desk.auditor)
+    assert "Rotation stalled" in text_of(client.get(LIST))
+    assert "<h1>Rotation stalled</h1>" in text_of(client.get(address("keyvault_notice_change", notice.pk)))
+
+
 def test_notice_links_its_subject(desk: Desk) -> None:
     key, _ = issue(desk.sandbox)
     endpoint, _ = add_endpoint(grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox), desk.sandbox, "https://acme.example/")

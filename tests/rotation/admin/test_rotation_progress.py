@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 
 from keyvault.access.permissions import Permission as P
+from keyvault.models import Key
 from keyvault.models.usage import UseOutcome
+from keyvault.services.keys.lifecycle import suspend_key
 from keyvault.services.usage.recorder import UsageLog
-from rotation.domain.plan_fields import PlanOverrides
+from rotation.admin.rotation_progress import evidence_card
+from rotation.domain.plan_fields import PlanOverrides, Reinstatement
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.requests import request_rotation
 from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
-from tests.factories import grant, issue
+from tests.factories import grant, issue, now
 
 pytestmark = pytest.mark.django_db
 
@@ -81,3 +84,51 @@ def test_page_of_a_request_shows_the_uses_of_the_last_day_to_the_approver(desk: 
     shown = text_of(browser(desk.approver).get(url)).partition("<dt>Old key in the last 24 hours</dt>")[2]
     assert shown.startswith("<dd>1 request ")
     assert "Old key in the last 24 hours" not in text_of(browser(desk.tam).get(url))
+
+
+def test_banner_is_short_and_the_explanation_is_below_it(desk: Desk) -> None:
+    """Guarantee: the banner of a waiting rotation has what it waits for; the runbook's text is in its card."""
+    text = page_of(desk, rotated(desk))
+    (banner,) = re.findall(r'<section class="banner[^>]*>(.*?)</section>', text, re.DOTALL)
+    assert "Waiting for traffic on the replacement" in banner
+    assert "The replacement is not proved in use." not in banner
+    advice = text.partition("<h2>What to do: ")[2].partition("</section>")[0]
+    assert "The replacement is not proved in use." in advice
+
+
+@pytest.mark.parametrize(
+    ("reinstatement", "reinstated", "quarantined", "shown"),
+    [
+        ("once", False, False, "; reinstated once if a known source tries it"),
+        ("never", False, False, "Suspended for 10 minutes<"),
+        ("once", True, False, "The old key was used in quarantine and reinstated<"),
+        ("once", True, True, "Now it is suspended again for 10 minutes, without another return"),
+    ],
+)
+def test_evidence_says_whether_the_old_key_returns_from_quarantine(
+    desk: Desk, reinstatement: str, reinstated: bool, quarantined: bool, shown: str
+) -> None:
+    row = rotated(desk, quarantine_seconds=600, reinstatement=Reinstatement(reinstatement))
+    row.reinstated_at, row.quarantined_at = now() if reinstated else None, now() if quarantined else None
+    assert shown in str(evidence_card(row, [], []))
+
+
+def test_users_who_have_not_switched_are_marked(desk: Desk) -> None:
+    row = rotated(desk)
+    note(row, "shop/1")
+    users = page_of(desk, row).partition("<h2>Who still uses the old key")[2].partition("</table>")[0]
+    assert ">not switched</span>" in users
+
+
+def test_a_stalled_rotation_is_one_line_of_the_overview(desk: Desk) -> None:
+    """Guarantee: the alarm about a rotation that is listed itself takes no line of its own."""
+    row = rotated(desk, quiet_seconds=5)
+    suspend_key(
+        grant(desk.responder, P.KEYS_SUSPEND, desk.sandbox),
+        Key.objects.select_related("credential__account").get(pk=row.predecessor_id),
+    )
+    advance_rotation(row.pk)
+    shown = text_of(browser(desk.tam).get("/admin/"))
+    assert f'href="{address("rotation_rotation_change", row.pk)}">Review' in shown
+    assert "Unseen alarms" in shown
+    assert "Open alarm" not in shown
