@@ -78,8 +78,8 @@ def banner_of(
     tone = "wait" if is_advised else ""
     if row.state == S.QUARANTINE and until is not None:
         unless = "" if row.credential.kind == KeyKind.PUBLIC else " unless a client tries it"
-        text = format_html("The old key is suspended. It is revoked {}{}.", moment(until), unless)
-        return Banner("Waiting for the quarantine to end.", text, tone, buttons)
+        end = format_html("The old key is suspended. It is revoked {}{}.", moment(until), unless)
+        return Banner("Waiting for the quarantine to end.", end, tone, buttons)
     text = "" if is_advised else "Nothing is needed from you."
     if until is not None:
         text = format_html("{} Next step {} at the earliest.", text, moment(until))
