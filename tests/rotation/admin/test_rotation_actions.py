@@ -295,7 +295,7 @@ def test_page_shows_which_sources_the_rotation_waits_for(desk: Desk) -> None:
     shown = text_of(browser(desk.tam).get(page(row)))
     assert "1 source may still need the old key" in shown
     users = shown.partition("Who still uses the old key")[2].partition("</section>")[0]
-    assert re.search(r"192\.0\.2\.7.*silent <time", users, re.DOTALL)
+    assert re.search(r"192\.0\.2\.7.*silence is proved <time", users, re.DOTALL)
 
 
 def test_confirmation_of_a_rotation_proved_by_traffic_is_not_offered(desk: Desk) -> None:
