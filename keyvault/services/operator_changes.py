@@ -65,9 +65,9 @@ def enroll_operator(
     if settings.IS_VAULT and (needing := chosen & FOUR_EYES_ROLES) and not _decides_alone(grant, chosen, scope):
         names = " and ".join(sorted(needing))
         raise StateConflictError(
-            f"A second person must approve {names}. Invite {username} without it. Then request it in the console "
-            f"(Operators, Change roles), or run: manage.py set_operator_roles {username} --role ROLE --requested-by "
-            "NAME --approved-by NAME --reason WHY"
+            f"A second person must approve {names}. Invite {username} with another role, such as auditor. Then request "
+            f"it in the console (Operators, Change roles), or run: manage.py set_operator_roles {username} --role ROLE "
+            "--requested-by NAME --approved-by NAME --reason WHY"
         )
     return create_operator(grant, username=username, roles=chosen, scope=scope, password=None, person=person)
 
