@@ -175,7 +175,7 @@ def test_units_of_an_upgrade_share_no_address_with_the_servers_in_service(tmp_pa
     The commands run as written, on folders of this test.
     """
     page = (ROOT / "docs" / "upgrades.md").read_text()
-    script = "\n".join(re.findall(r"^```sh (?:units|standby)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    script = "\n".join(re.findall(r'^```sh title="(?:units|standby)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL))
     units, standby = tmp_path / "etc", tmp_path / "run"
     units.mkdir()
     for folder, here in (("/etc/systemd/system", units), ("/run/systemd/system", standby)):

@@ -68,6 +68,13 @@ def _headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def test_docs_code_blocks_begin_as_the_site_reads_them() -> None:
+    """Guarantee: no page of the site lacks what follows a code block. GitHub accepts more after the language."""
+    for page in PAGES:
+        for begin in re.findall(r"^ *```(.*)$", page.read_text(), re.MULTILINE)[::2]:
+            assert re.fullmatch(r'[a-z]*(?: title="[\w.-]+")?', begin), (page, begin)
+
+
 def test_docs_paths_exist() -> None:
     """A path in backticks starts at the root, or at a package of `keyvault`. The text of a link is not checked."""
     for page in PAGES:

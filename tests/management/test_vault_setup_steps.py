@@ -46,7 +46,7 @@ class Empty:
 
 
 def blocks() -> list[Block]:
-    found = re.findall(r"^```(\w+) ?([\w-]*)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S)
+    found = re.findall(r'^```(\w+)(?: title="([\w-]+)")?\n(.*?)^```$', README.read_text(encoding="utf-8"), re.M | re.S)
     return [Block(*each) for each in found]
 
 
