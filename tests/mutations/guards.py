@@ -223,8 +223,8 @@ GUARDS = (
     Guard(
         "tripwire-known-source",
         "keyvault/services/usage/reports.py",
-        "latest.filter(_is_known(since)).first()",
-        "max(tried, default=None)",
+        "UseAttempts(max(tried, default=None), known_at)",
+        "UseAttempts(max(tried, default=None), max(tried, default=None))",
         "Only a source that used the key itself reinstates it.",
         f"{_TRIPWIRE_TESTS}::test_attempt_from_an_unknown_source_raises_an_alarm_and_delays_nothing",
     ),
@@ -264,7 +264,7 @@ GUARDS = (
     Guard(
         "tripwire-unknown-behind-known",
         "keyvault/services/usage/reports.py",
-        " or [UseAttempt(OTHERS, unknown_at, is_known=False)]",
+        " or [UseAttempt(OTHERS, unknown[0], is_known=False)]",
         "",
         "Clients of known sources do not hide that an unknown source tried the key.",
         "tests/services/usage/test_reports.py::test_unknown_source_is_found_behind_many_newer_clients_of_known_ones",
