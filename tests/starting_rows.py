@@ -53,7 +53,8 @@ def start_with(make: Callable[..., T], *arguments: Hashable) -> T:
     """Return what `make(*arguments)` returns, with its rows in the database.
 
     The copies are as old as the first call. `make` runs anew in a database that is not as `migrate` left it (every
-    service writes an audit entry), and with settings or a backend of the test's own.
+    service writes an audit entry), and with settings or a backend of the test's own. A thread that writes rows starts
+    after the first call, which compares all rows before and after `make`.
     """
     is_own = _settings() != _shared_settings or type(secret_backend()) is not LocalKeystore
     if is_own or _making or AuditEntry.objects.exists():
