@@ -195,6 +195,7 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
     if not waits.sources and other_id is not None and row.credential.kind == KeyKind.PRIVATE:
         moved = find_last_of_sources(other_id, set(names))
     until = {source.name: source.until for source in waits.awaited}
+    judged = {source.name for source in waits.sources}
     every_use = link(reverse("admin:keyvault_key_change", args=[key.pk]), "every use")
     title = f"Who still uses the {'old key' if is_old else 'replacement'}"
     if len(users) == _MAX_USERS or traffic.has_more_users:
@@ -210,7 +211,7 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
                 mono(user.endpoint or "none"),
                 f"{user.count:,}",
                 moment(user.last_at),
-                _status(row, name, user, moved, until),
+                _status(row, name, user, moved, until, judged),
             ]
             for name, user in zip(names, users, strict=True)
         ],
@@ -220,9 +221,18 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
 
 
 def _status(
-    row: Rotation, name: str, user: KeyUser, moved: dict[str, datetime], until: dict[str, datetime | None]
-) -> SafeString:
-    """Return whether the source still needs the key: a badge, and below it since or until when."""
+    row: Rotation,
+    name: str,
+    user: KeyUser,
+    moved: dict[str, datetime],
+    until: dict[str, datetime | None],
+    judged: set[str],
+) -> SafeString | str:
+    """Return whether the source still needs the key: a badge, and below it since or until when. Empty: unknown.
+
+    Args:
+        judged: the sources whose silence the rotation judges in its stage.
+    """
     if name in until:
         end = until[name]
         need = describe_need(name) if end is None else format_html("silence is proved {}", moment(end))
@@ -230,7 +240,9 @@ def _status(
     moved_at = moved.get(name)
     if moved_at is not None and moved_at >= user.last_at:
         return _badge_and_note(badge("switched", "good"), format_html("other key used {}", moment(moved_at)))
-    return badge("not_switched") if row.stage in _BEFORE_SILENCE else badge("silent_or_waived", "good")
+    if name in judged:
+        return badge("silent_or_waived", "good")
+    return badge("not_switched") if row.stage in _BEFORE_SILENCE and row.state not in CLOSED else ""
 
 
 def _badge_and_note(mark: SafeString, note: SafeString | str) -> SafeString:

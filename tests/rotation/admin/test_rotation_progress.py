@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 
 from keyvault.access.permissions import Permission as P
+from keyvault.domain.sources import name_source
 from keyvault.models import Key
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import suspend_key
 from keyvault.services.usage.recorder import UsageLog
-from rotation.admin.rotation_progress import evidence_card
+from rotation.admin.rotation_progress import evidence_card, read_rotation_traffic, users_table
+from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides, Reinstatement
+from rotation.domain.silence import SourceFacts
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.reports import Waits
 from rotation.services.rotations.requests import request_rotation
 from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
 from tests.factories import grant, issue, now
@@ -118,6 +122,23 @@ def test_users_who_have_not_switched_are_marked(desk: Desk) -> None:
     note(row, "shop/1")
     users = page_of(desk, row).partition("<h2>Who still uses the old key")[2].partition("</table>")[0]
     assert ">not switched</span>" in users
+
+
+@pytest.mark.parametrize("state", sorted(RotationState))
+def test_users_are_called_silent_only_where_the_rotation_judges_it(desk: Desk, state: RotationState) -> None:
+    """Guarantee: no page says of a source that it is silent unless the rotation observed that."""
+    row = rotated(desk)
+    note(row, "shop/1")
+    row.state = state
+    traffic = read_rotation_traffic(row, row.predecessor, now())
+    source = SourceFacts(name_source("192.0.2.7", "shop/1"), used_at=now())
+    unjudged, judged = (
+        str(users_table(row, row.predecessor, traffic, Waits("its next turn", sources=sources)))
+        for sources in ((), (source,))
+    )
+    assert "192.0.2.7" in unjudged
+    assert "silent or waived" not in unjudged
+    assert "silent or waived" in judged
 
 
 def test_a_stalled_rotation_is_one_line_of_the_overview(desk: Desk) -> None:
