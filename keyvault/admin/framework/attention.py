@@ -156,25 +156,23 @@ def attention_context(request: HttpRequest, found: FoundAttention) -> dict[str, 
     for item, ids in ranked:
         is_shown = ids and sum(bool(each.lines) for each in items) < _MAX_SHOWN_ITEMS
         items.append(item.read(request, ids) if is_shown else item.item(count=min(len(ids), MAX_ROWS)))
-    own = {line.url for item in items for line in item.lines}
+    urgent = [item for item in items if item.tone in URGENT_TONES]
+    own = {line.url for item in urgent for line in item.lines[:_MAX_SHOWN_PER_ITEM]}
     return {
         "attention_items": [item for item in items if item.count],
-        "attention_lines": [
-            (item, line)
-            for item in items
-            if item.tone in URGENT_TONES
-            for line in _join_alike(item, own)[:_MAX_SHOWN_PER_ITEM]
-        ][:_MAX_SHOWN],
+        "attention_lines": [(item, line) for item in urgent for line in _join_alike(item, own)[:_MAX_SHOWN_PER_ITEM]][
+            :_MAX_SHOWN
+        ],
         "waiting_items": [item for item in items if item.tone not in URGENT_TONES and item.lines],
-        "attention_count": sum(item.count for item in items if item.tone in URGENT_TONES),
+        "attention_count": sum(item.count for item in urgent),
     }
 
 
 def _join_alike(item: AttentionItem, own: Collection[str]) -> list[Line]:
-    """Return the lines of an item. Those with one label have often one cause: they are one line, to the list.
+    """Return the lines of an item. Lines with the same label often have one cause: they are one line, to the list.
 
     Args:
-        own: the pages that have a line of their own. Notices about them are left out.
+        own: the pages that the overview links by a line of their own. Notices about them are left out.
     """
     alike: dict[str, list[Line]] = {}
     for line in item.lines:
