@@ -28,7 +28,7 @@ from django.utils.safestring import SafeString
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.accounts import account_crumbs
 from keyvault.admin.framework.actions import RowAction
-from keyvault.admin.framework.attention import MAX_ROWS, Attention
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.components import Columns, Fold
 from keyvault.admin.framework.enforcement import may, operator_of
@@ -346,8 +346,7 @@ class RotationAdmin(ConsoleModelAdmin):
         """Return stalled and urgent rotations first."""
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
         to_confirm = _to_confirm(rows) if may(request, P.ROTATIONS_WRITE) else []
-        selections = [*_blocking(), _unreviewed(), *to_confirm]
-        failed, undelivered, unreviewed, *confirmable = find_values(selections, MAX_ROWS + 1)
+        failed, undelivered, unreviewed, *confirmable = _find(*_blocking(), _unreviewed(), *to_confirm)
         yield self.attention(
             "Stalled rotations",
             rows.filter(state=S.STALLED),
@@ -423,7 +422,9 @@ class RotationAdmin(ConsoleModelAdmin):
             return Extras(links=[Link("Show rotation", self.url_of(current))], sections=[table])
         if not may(request, P.ROTATIONS_WRITE, credential.account):
             return Extras(sections=[table])
-        if sum(key.state == KeyState.ACTIVE for key in credential.keys.all()) != 1:
+        # The page of a credential has loaded its living keys; that of a key does not load all keys of its credential.
+        keys = row.keys.all() if isinstance(row, Credential) else credential.keys.filter(state=KeyState.ACTIVE)
+        if sum(key.state == KeyState.ACTIVE for key in keys) != 1:
             return Extras(sections=[table])
         url = reverse("admin:rotation_rotation_request")
         return Extras(links=[Link("Rotate", f"{url}?credential={credential.pk}")], sections=[table])
