@@ -34,7 +34,7 @@ from rotation.services.schedules.candidates import DatePosition
 _LOOKAHEAD = timedelta(days=90)
 """Period of the list, if neither a day nor a month is chosen."""
 
-MAX_LISTED = 100
+MAX_DATES = 100
 """Maximum number of dates, and of credentials without a date, that a page lists."""
 
 _YEARS_AHEAD = 20
@@ -81,7 +81,7 @@ def calendar_view(site: AdminSite, request: HttpRequest, base: str, crumbs: Sequ
     blackouts = list_blackouts(start_of_day(query.month), start_of_day(query.month + timedelta(days=days)))
     since, until = _period(query, now)
     is_limited = query.day is not None or query.has_month
-    shown = list_next(now, until, scope, query.after or since, is_by_request=is_limited, most=MAX_LISTED)
+    shown = list_next(now, until, scope, query.after or since, is_by_request=is_limited, most=MAX_DATES)
     context = {
         "title": "Calendar of rotations",
         "environment_badge": query.environment,
@@ -152,9 +152,9 @@ def _describe(query: _Query) -> str:
 
 def _notes(shown: CalendarPage) -> Iterable[str]:
     if shown.after is not None:
-        yield f"This page lists {MAX_LISTED} dates. Show later dates, or choose a day, an environment or a merchant."
+        yield f"This page lists {MAX_DATES} dates. Show later dates, or choose a day, an environment or a merchant."
     if shown.has_more_undated:
-        yield f"{MAX_LISTED} credentials without a date are shown. Choose an environment or a merchant to see others."
+        yield f"{MAX_DATES} credentials without a date are shown. Choose an environment or a merchant to see others."
 
 
 def _month_grid(query: _Query, counts: Sequence[int], blackouts: Sequence[CalendarBlackout], today: date) -> MonthGrid:

@@ -127,7 +127,7 @@ STATES = [
 def test_page_of_a_full_rotation_makes_few_queries(desk: Desk, kind: KeyKind) -> None:
     """Guarantee: the page of a rotation with every section filled makes at most MAX_QUERIES, in each state."""
     row = make_full_rotation(desk, kind)
-    client, url = browser(make_operator("somebody", *Role)), address("rotation_rotation_change", row.pk)
+    client, url = browser(make_operator("viewer", *Role)), address("rotation_rotation_change", row.pk)
     found = {}
     for state, stalled_from in STATES:
         put_in(row, state, stalled_from)
@@ -155,7 +155,7 @@ def test_page_of_a_full_credential_makes_few_queries(desk: Desk, is_open: bool) 
             reason=RevocationReason.SUPERSEDED,
         )
     url = address("keyvault_credential_change", row.credential_id)
-    queries = count_queries(browser(make_operator("somebody", *Role)), url)
+    queries = count_queries(browser(make_operator("viewer", *Role)), url)
     assert len(queries) <= MAX_QUERIES
 
 
@@ -170,7 +170,7 @@ def test_page_of_a_full_key_makes_few_queries(desk: Desk, kind: KeyKind, is_dead
     if is_dead:
         report_compromise(grant(desk.responder, P.KEYS_REPORT_COMPROMISE, desk.production), row.predecessor)
     url = address("keyvault_key_change", row.predecessor_id)
-    queries = count_queries(browser(make_operator("somebody", *Role)), url)
+    queries = count_queries(browser(make_operator("viewer", *Role)), url)
     assert len(queries) <= MAX_QUERIES
 
 
@@ -198,7 +198,7 @@ def test_full_overview_makes_few_queries(desk: Desk) -> None:
     put_in(waiting, S.QUARANTINE)
     make_refusal()
     write_totals(now())
-    client = browser(make_operator("somebody", *Role))
+    client = browser(make_operator("viewer", *Role))
     shown = text_of(client.get("/admin/"))
     for text in ("Rotation stalled", "leaked-2, Exposed In Url", "Key requests to approve", "quarantine"):
         assert text in shown
@@ -212,7 +212,7 @@ def test_approvals_of_many_rows_make_few_queries(desk: Desk) -> None:
         key, _ = issue(desk.production, label=f"used-{number}", by=desk.tam)
         asking = grant(desk.tam, P.ROTATIONS_WRITE, desk.production)
         rows.append(request_rotation(asking, key.credential, PlanOverrides(reason="yearly")))
-    client, url = browser(make_operator("somebody", *Role)), address("approvals")
+    client, url = browser(make_operator("viewer", *Role)), address("approvals")
     assert text_of(client.get(url)).count('name="item"') == len(rows)
     assert len(count_queries(client, url)) <= MAX_QUERIES
     chosen = "&".join(f"item={row._meta.label_lower}:{row.pk}" for row in rows)

@@ -255,7 +255,7 @@ def test_calendar_page_shows_months_with_working_links(desk: Desk) -> None:
 
 
 def test_calendar_page_links_later_dates(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_calendar, "MAX_LISTED", 1)
+    monkeypatch.setattr(schedule_calendar, "MAX_DATES", 1)
     for label in ("first", "second"):
         issue(desk.sandbox, at=now() - 80 * DAY, label=label)
         issue(desk.production, at=now() - 70 * DAY, label=f"production {label}")
