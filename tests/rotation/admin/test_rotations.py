@@ -291,3 +291,15 @@ def test_list_of_rotations_makes_no_query_for_each_row(desk: Desk) -> None:
             assert f"key {number}" in text_of(client.get(address("rotation_rotation_changelist")))
         counts.append(len(made))
     assert counts[0] == counts[2], counts
+
+
+def test_page_of_a_key_does_not_read_the_other_keys_of_its_credential(desk: Desk) -> None:
+    """Guarantee: the page of a key costs the same however often its credential was rotated."""
+    key, _ = issue(desk.sandbox)
+    client = browser(desk.tam)
+    with CaptureQueriesContext(connection) as made:
+        assert "Rotate" in text_of(client.get(address("keyvault_key_change", key.pk)))
+    of_credential = f'"keyvault_key"."credential_id" = \'{key.credential_id}\''
+    reads = [each["sql"] for each in made.captured_queries if of_credential in each["sql"]]
+    assert reads
+    assert all('"keyvault_key"."state" = \'active\'' in sql for sql in reads)
