@@ -42,6 +42,7 @@ from keyvault.admin.framework.widgets import (
     mono,
 )
 from keyvault.domain.ids import is_key_id
+from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Account, Notice
 from keyvault.services.approvals.inbox import list_notices, list_unseen, mark_all_seen, mark_seen
 
@@ -63,6 +64,13 @@ ALARM_FILTER = state_filter(
     name="what",
     title="what",
     labels={"unseen": "unseen alarms", "alarms": "all alarms"},
+)
+
+KIND_FILTER = state_filter(
+    {kind.value: Q(kind=kind) for kind in sorted(NoticeKind, key=name_event)},
+    name="kind",
+    title="what happened",
+    labels={kind.value: name_event(kind) for kind in NoticeKind},
 )
 
 
@@ -102,7 +110,7 @@ class NoticeAdmin(ConsoleModelAdmin):
     )
 
     list_display = ("what", "state_badge", "merchant", "environment_badge", "about", "created")
-    list_filter = (ALARM_FILTER, "account_environment", "kind")
+    list_filter = (ALARM_FILTER, "account_environment", KIND_FILTER)
     search_fields = ("=subject", "=notice_id", "=account__merchant__merchant_id")
     sortable_by = ()
 

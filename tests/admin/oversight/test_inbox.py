@@ -69,7 +69,9 @@ def test_alarms_of_one_kind_are_one_line_of_the_front_page(desk: Desk) -> None:
 
 def test_events_are_named_in_words(desk: Desk) -> None:
     notice, client = create_notice(desk), browser(desk.auditor)
-    assert "Rotation stalled" in text_of(client.get(LIST))
+    text = text_of(client.get(LIST))
+    assert "Rotation stalled" in text
+    assert [kind for kind in NoticeKind if f">{kind}<" in re.sub(r"\s", "", text)] == []
     assert "<h1>Rotation stalled</h1>" in text_of(client.get(address("keyvault_notice_change", notice.pk)))
 
 
