@@ -1,5 +1,6 @@
 """Generated documentation: the errors page, and the tables between markers in other pages."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from keyvault.wire.problems import problems_page
 from rotation.domain.events import OPEN, OUTCOMES, Event, RotationState, Stays
 from rotation.domain.plan_fields import FARTHEST, FIELDS, NUMBERS, FieldType
 from rotation.domain.runbook import runbook_markdown
+from tests.bench.results import FOLDER, targets_table
 from tests.environment import ROOT
 from tests.environment import SETTINGS as SETTINGS_MODULE
 
@@ -50,6 +52,7 @@ class Part:
 def parts() -> list[Part]:
     docs, rotation = ROOT / "docs", ROOT / "rotation" / "README.md"
     return [
+        Part(ROOT / "README.md", "figures", figures_table()),
         Part(docs / "settings.md", "settings", settings_table()),
         Part(docs / "metrics.md", "metrics", metrics_table()),
         Part(docs / "metrics.md", "alerts", alerts_table()),
@@ -59,6 +62,33 @@ def parts() -> list[Part]:
         Part(rotation, "plan_fields", plan_fields_table()),
         Part(rotation, "runbook", runbook_markdown().rstrip("\n")),
     ]
+
+
+RECORDED = FOLDER / "2026-11-27-amd-epyc-x2.json"
+"""The run of `make bench` whose figures the README shows."""
+
+_SHOWN = (
+    "verifier / uvicorn hello",
+    "known keys in new requests / own hello",
+    "verifier / drf-api-key on PostgreSQL",
+    "p99 at 80 % of own maximum, open loop",
+    'stale "valid" after revoke returned, same host',
+    "commit → last of 4 verifiers evicted, loaded, p99",
+    "look-up p50 at 1 million / 10 thousand keys",
+    "worst console page in full, processor time",
+    "rotations completed a second on two cores, with audit",
+    "event → step of its rotation, workers under load, p99",
+)
+
+
+def figures_table() -> str:
+    """Write the figures of the benchmark that the README shows, with the machine and the date of the run."""
+    recorded = json.loads(RECORDED.read_text())
+    cells = [line.strip("| ").split(" | ") for line in targets_table(recorded)[2:]]
+    rows = [row[:2] + row[3:5] for row in cells if row[0].startswith(_SHOWN)]
+    machine = recorded["verify"]["machine"]
+    heads = ["", "at least", f"{recorded['verify']['at'][:10]}, {machine['cpu']}, {machine['memory']}", "met"]
+    return _table(heads, rows)
 
 
 def errors_page() -> str:
