@@ -257,6 +257,20 @@ def test_scope_form_knows_no_credential_of_another_merchant(desk: Desk) -> None:
         assert comparable(text_of(answers[0]), key.credential_id) == comparable(text_of(answers[1]), "crd_absent")
 
 
+def test_scope_schedule_of_a_credential_cannot_tell_another_merchant_from_an_unknown_one(desk: Desk) -> None:
+    """Guarantee: a merchant beside an own credential does not reveal whether it exists."""
+    make_merchant("globex")
+    own, _ = issue(account("globex", SANDBOX), by=desk.tam)
+    client, page = browser(limited(GLOBEX)), address("rotation_rotationschedule_save")
+    terms = {"environment": "sandbox", "cryptoperiod_days": "90", "jitter_days": "0", "lead_days": "0"}
+    terms |= {"time_zone": "UTC", "proof": "ack", "quiet_seconds": "2h", "quarantine_seconds": "90"}
+    terms["credential"] = str(own.credential_id)
+    answers = [client.post(page, {**terms, "merchant": name}) for name in ("acme", "absent")]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert comparable(text_of(answers[0]), "acme") == comparable(text_of(answers[1]), "absent")
+    assert client.post(page, {**terms, "merchant": "globex"}).status_code == 302
+
+
 def test_scope_token_is_created_within_it_only(desk: Desk) -> None:
     """A token is no way to act outside of one's own scope."""
     make_merchant("globex")
