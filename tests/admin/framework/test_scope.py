@@ -13,7 +13,7 @@ from django.test import Client
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, OperatorPrincipal
 from keyvault.access.roles import Role
-from keyvault.access.scopes import AccessScope
+from keyvault.access.scopes import NOWHERE, AccessScope
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.models import IssuanceRequest, Key, Notice, Operator, ServiceToken
 from keyvault.services.operators.operators import set_scope
@@ -96,7 +96,7 @@ def test_scope_of_another_merchant_finds_no_object(desk: Desk, scope: AccessScop
 
 @pytest.mark.postgres_once
 @pytest.mark.database
-@pytest.mark.parametrize("scope", [GLOBEX_SANDBOX, GLOBEX])
+@pytest.mark.parametrize("scope", [GLOBEX_SANDBOX, GLOBEX, NOWHERE])
 def test_scope_of_another_merchant_shows_no_id_of_it(desk: Desk, scope: AccessScope) -> None:
     """Guarantee: no list, form or front page shows an id of another merchant, and no search finds one."""
     rows = every_row(desk)
