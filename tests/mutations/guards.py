@@ -646,6 +646,14 @@ GUARDS = (
         f"{_BREAK_GLASS_TESTS}::test_break_glass_request_claimed_for_another_takes_one_more_person",
     ),
     Guard(
+        "approvers-review-no-other",
+        _FOUR_EYES,
+        "if earlier:",
+        "if not earlier:",
+        "Approvers of one claimed request do not review each other.",
+        f"{_BREAK_GLASS_TESTS}::test_break_glass_approvals_of_a_claimed_request_are_not_reviewed_by_each_other",
+    ),
+    Guard(
         "claimed-token-is-noted",
         "keyvault/services/tokens/service_tokens.py",
         "is_creator_claimed=is_claimed(grant.principal)",

@@ -266,7 +266,7 @@ def test_approval_on_a_command_line_is_reviewed_by_two_persons(scene: Scene) -> 
     tam = operator_principal(row_of(scene.tam))
     assert (tam.channel, find_review_fault(act, tam.person)) == (
         Channel.CONSOLE,
-        "You collected the key, or this is about you, so another person must review it.",
+        "You collected the key, approved this too, or this is about you, so another person must review it.",
     )
     with pytest.raises(StateConflictError):
         review_break_glass(grant(tam, P.BREAK_GLASS_REVIEW, None, act.requester_person), act)

@@ -6,7 +6,7 @@ of them. `BreakGlass.excluded_persons` has everyone who must not review.
 """
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -88,7 +88,7 @@ def find_review_fault(act: BreakGlass, person: str) -> str | None:
     if _is_excluded(act, person) and person == act.person:
         return "This was done under your name, so another person must review it."
     if _is_excluded(act, person):
-        return "You collected the key, or this is about you, so another person must review it."
+        return "You collected the key, approved this too, or this is about you, so another person must review it."
     if person == act.first_reviewer_person:
         return "You have reviewed this, and another person must review it too."
     return None
@@ -158,6 +158,23 @@ def exclude_collector(person: str, *subjects: str) -> None:
     acts = list_actions(subjects)
     if any(is_reviewed_by(act, person) for act in acts):
         raise StateConflictError("You reviewed the approval of this key. Another person must collect it.")
+    _exclude(person, acts)
+
+
+def exclude_approvers(operator: OperatorPrincipal, earlier: Collection[str], subject: str, event: str) -> None:
+    """Exclude the approvers of one request from the reviews of each other's approvals, inside the `recorded` block.
+
+    `earlier`: the persons who approved it before the operator. Raises StateConflictError when the operator reviewed one
+    of these approvals.
+    """
+    acts = [act for act in list_actions([subject]) if act.event == event]
+    if any(is_reviewed_by(act, operator.person) for act in acts):
+        raise StateConflictError("You reviewed another approval of this. Another person must approve it.")
+    for person in (operator.person, *earlier):
+        _exclude(person, acts)
+
+
+def _exclude(person: str, acts: Iterable[BreakGlass]) -> None:
     for act in acts:
         if act.reviewed_at is None and not _is_excluded(act, person):
             act.compare_and_swap(excluded_persons=f"{act.excluded_persons} {person}")

@@ -7,7 +7,7 @@ from keyvault.access.principals import OperatorPrincipal, is_claimed
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.models.recording import RecordedModel
-from keyvault.services.approvals.break_glass import find_authority_fault, note_break_glass
+from keyvault.services.approvals.break_glass import exclude_approvers, find_authority_fault, note_break_glass
 from keyvault.services.operators.operators import operator_row
 
 
@@ -76,7 +76,7 @@ def record_approval(
     """Save the operator's approval of the row's digest, and return whether the row has enough approvals now.
 
     Call this inside the `recorded` block of the approval. The second of two concurrent approvers waits here, and then
-    gets a StateConflictError.
+    gets a StateConflictError, as does an operator who reviewed an earlier approval of the row.
 
     Args:
         operator: from `approving_operator`.
@@ -87,6 +87,7 @@ def record_approval(
     approver = operator_row(operator)
     if not approver.is_active:
         raise StateConflictError("Your operator was disabled meanwhile.")
+    earlier = list(row.approvals.values_list("person", flat=True))
     approval.approver = approver
     approval.person = operator.person
     approval.plan_digest = row.plan_digest
@@ -101,7 +102,9 @@ def record_approval(
         is_requester_claimed=row.is_requester_claimed,
         concerned_person=concerned_person,
     )
-    return bool(row.approvals.count() >= row.approvals_needed)
+    if earlier:
+        exclude_approvers(operator, earlier, row.pk, event)
+    return bool(len(earlier) + 1 >= row.approvals_needed)
 
 
 def note_command_line_approval(

@@ -224,15 +224,15 @@ def find_scope(environment: Environment, merchant: str | None, credential_id: st
 
     Raises NotFoundError for an unknown account, RequestInvalidError for an unknown credential.
     """
-    account = find_account(merchant, environment) if merchant else None
     if not credential_id:
-        return Scope(environment, account)
+        return Scope(environment, find_account(merchant, environment) if merchant else None)
     rows = Credential.objects.select_related("account__merchant").filter(pk=credential_id)
-    if account is not None:
-        rows = rows.filter(account=account)
+    if merchant:
+        rows = rows.filter(account__merchant=merchant, account__environment=environment)
     credential = rows.first()
     if credential is None:
-        whose = "" if account is None else f" of {account}"
+        # The same for an unknown merchant: the operator's scope may not have it.
+        whose = f" of {merchant}/{environment}" if merchant else ""
         raise RequestInvalidError("Credential not found.", [Fault("/credential", f"not the id of a credential{whose}")])
     return Scope(environment, credential=credential)
 

@@ -13,7 +13,7 @@ from django.test import Client
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST, OperatorPrincipal
 from keyvault.access.roles import Role
-from keyvault.access.scopes import AccessScope
+from keyvault.access.scopes import NOWHERE, AccessScope
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.models import IssuanceRequest, Key, Notice, Operator, ServiceToken
 from keyvault.services.operators.operators import set_scope
@@ -96,7 +96,7 @@ def test_scope_of_another_merchant_finds_no_object(desk: Desk, scope: AccessScop
 
 @pytest.mark.postgres_once
 @pytest.mark.database
-@pytest.mark.parametrize("scope", [GLOBEX_SANDBOX, GLOBEX])
+@pytest.mark.parametrize("scope", [GLOBEX_SANDBOX, GLOBEX, NOWHERE])
 def test_scope_of_another_merchant_shows_no_id_of_it(desk: Desk, scope: AccessScope) -> None:
     """Guarantee: no list, form or front page shows an id of another merchant, and no search finds one."""
     rows = every_row(desk)
@@ -255,6 +255,20 @@ def test_scope_form_knows_no_credential_of_another_merchant(desk: Desk) -> None:
             answers.append(client.post(address(page), sent))
         assert [answer.status_code for answer in answers] == [400, 400]
         assert comparable(text_of(answers[0]), key.credential_id) == comparable(text_of(answers[1]), "crd_absent")
+
+
+def test_scope_schedule_of_a_credential_cannot_tell_another_merchant_from_an_unknown_one(desk: Desk) -> None:
+    """Guarantee: a merchant beside an own credential does not reveal whether it exists."""
+    make_merchant("globex")
+    own, _ = issue(account("globex", SANDBOX), by=desk.tam)
+    client, page = browser(limited(GLOBEX)), address("rotation_rotationschedule_save")
+    terms = {"environment": "sandbox", "cryptoperiod_days": "90", "jitter_days": "0", "lead_days": "0"}
+    terms |= {"time_zone": "UTC", "proof": "ack", "quiet_seconds": "2h", "quarantine_seconds": "90"}
+    terms["credential"] = str(own.credential_id)
+    answers = [client.post(page, {**terms, "merchant": name}) for name in ("acme", "absent")]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert comparable(text_of(answers[0]), "acme") == comparable(text_of(answers[1]), "absent")
+    assert client.post(page, {**terms, "merchant": "globex"}).status_code == 302
 
 
 def test_scope_token_is_created_within_it_only(desk: Desk) -> None:

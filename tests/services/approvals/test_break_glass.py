@@ -301,6 +301,36 @@ def test_break_glass_request_claimed_for_another_takes_one_more_person(scene: Sc
     assert review(make_operator("third", Role.APPROVER), act).reviewed_at is not None
 
 
+TWO_APPROVALS = {"sandbox": 0, "production": 2}
+
+
+@pytest.mark.database
+def test_break_glass_approvals_of_a_claimed_request_are_not_reviewed_by_each_other(scene: Scene) -> None:
+    """Guarantee: with several approvals, too, a request that is only claimed takes one more person."""
+    second, third = (make_operator(name, Role.APPROVER) for name in ("second", "third"))
+    with override_settings(APPROVALS_NEEDED=TWO_APPROVALS):
+        request = request_key(scene.production, by=on_host(scene.admin))
+    for approver in (scene.approver, second):
+        approve(IssuanceRequest.objects.get(pk=request.pk), by=approver)
+    acts = BreakGlass.objects.order_by("created_at")
+    assert [act.person for act in acts] == [scene.approver.person, second.person]
+    for act, approver in zip(acts, (second, scene.approver), strict=True):
+        with pytest.raises(StateConflictError, match="approved this too"):
+            review_break_glass(grant(approver, P.BREAK_GLASS_REVIEW), act)
+        assert review(third, act).reviewed_at is not None
+
+
+def test_break_glass_reviewer_of_an_approval_does_not_approve_the_same_request(scene: Scene) -> None:
+    second, third = (make_operator(name, Role.APPROVER) for name in ("second", "third"))
+    with override_settings(APPROVALS_NEEDED=TWO_APPROVALS):
+        request = request_key(scene.production, by=on_host(scene.admin))
+    approve(request)
+    review(second, BreakGlass.objects.get())
+    with pytest.raises(StateConflictError, match="You reviewed another approval"):
+        approve(IssuanceRequest.objects.get(pk=request.pk), by=second)
+    assert approve(IssuanceRequest.objects.get(pk=request.pk), by=third).state == "approved"
+
+
 def test_break_glass_request_in_the_console_or_in_the_sandbox_is_not_noted(scene: Scene) -> None:
     approve(request_key(scene.production, by=scene.admin))
     with override_settings(APPROVALS_NEEDED={"sandbox": 1, "production": 1}):
