@@ -39,7 +39,7 @@ OVERLAYS = sorted((DEPLOY / "kubernetes" / "overlays").iterdir())
 KUBERNETES_VERSION = "1.34"
 CONTAINERFILE = DEPLOY / "container" / "Containerfile"
 SECONDS_TO_END = 15
-"""Time in which a process ends that has stopped its own processes and threads: up to 10 s at a load of 20 on two cores."""
+"""Time in which a process ends after it stopped its own processes: 10 s were seen at a load of 20 on two cores."""
 MAX_EXPOSURE = 25
 """Tenths of the exposure level of `systemd-analyze security`, which goes up to 10."""
 
