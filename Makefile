@@ -133,7 +133,7 @@ ready-to-test:
 # $(call install,LOCK,VENV) installs into VENV, else $(VENV), what LOCK pins, or reports why it cannot. An interrupted run
 # is repeated by the next one: .incomplete marks an unfinished environment, a dist-info without RECORD an unfinished
 # package, and the copy of LOCK that marks success gets its name after pip has succeeded. A lock file admits one make at
-# a time.
+# a time. The distribution's Python comes first, because one that pyenv builds with its default options is much slower.
 define install
 set -eu; unset PYTHONHOME PYTHONPATH; umask 022; \
 lock='$(1)'; venv='$(or $(2),$(VENV))'; stamp="$$venv/.installed-$$(echo "$$lock" | tr / -)"; \
@@ -144,7 +144,7 @@ fi; \
 if [ -e "$$venv/.incomplete" ] || ! "$$venv/bin/python" -c \
         'import pip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
     python=; \
-    for candidate in $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14); do \
+    for candidate in $(or $(PYTHON),/usr/bin/python3 python3.11 python3 python3.12 python3.13 python3.14); do \
         if "$$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
                 >/dev/null 2>&1; then \
             python="$$candidate"; break; \

@@ -51,7 +51,9 @@ def _create_order(call: Call) -> Effect:
 
 
 def _retrieve_order(call: Call) -> Response:
-    return Response(order_as_json(find_order(call.account, call.variables["order_token"], call.customer)))
+    holder = call.holder
+    order = find_order(holder.merchant_id, holder.environment, call.variables["order_token"], call.customer)
+    return Response(order_as_json(order))
 
 
 def order_as_json(order: Order) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from keyvault.access.customers import Customer, find_customer_id_fault
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.domain.currencies import CURRENCIES
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError
 from keyvault.domain.ids import mint_id
 from keyvault.models import Account, Order
@@ -52,9 +53,10 @@ def create_order(
     return order
 
 
-def find_order(account: Account, order_token: str, customer: Customer | None = None) -> Order:
-    """Return the account's order, hiding other customers' orders from a customer. Raises NotFoundError."""
-    order: Order | None = Order.objects.filter(account=account, order_token=order_token).first()
+def find_order(merchant_id: str, environment: Environment, order_token: str, customer: Customer | None = None) -> Order:
+    """Return the merchant's order, hiding other customers' orders from a customer. Raises NotFoundError."""
+    own = Order.objects.filter(account__merchant=merchant_id, account__environment=environment)
+    order: Order | None = own.filter(order_token=order_token).first()
     is_foreign = (
         order is not None
         and customer is not None

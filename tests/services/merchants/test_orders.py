@@ -8,7 +8,7 @@ from keyvault.domain.errors import NotFoundError, PermissionMissingError, Reques
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Order
 from keyvault.services.merchants.orders import MAX_AMOUNT_MINOR, create_order, find_order
-from tests.factories import account, grant, issue, make_merchant, now
+from tests.factories import PRODUCTION, SANDBOX, grant, issue, make_merchant, now
 from tests.services.conftest import Scene
 from tests.services.rows import last_body, last_ids, written_since
 from tests.services.tokens.test_customer_tokens import holder_of
@@ -85,10 +85,10 @@ def test_order_created_without_a_private_key_of_the_account_is_refused(scene: Sc
 def test_order_of_another_account_is_not_found(scene: Scene) -> None:
     make_merchant("globex")
     order = make_order(scene.sandbox)
-    assert find_order(scene.sandbox, order.order_token) == order
-    for place in (scene.production, account("globex")):
+    assert find_order("acme", SANDBOX, order.order_token) == order
+    for merchant_id, environment in (("acme", PRODUCTION), ("globex", SANDBOX)):
         with pytest.raises(NotFoundError):
-            find_order(place, order.order_token)
+            find_order(merchant_id, environment, order.order_token)
 
 
 @pytest.mark.parametrize(("customer_id", "is_found"), [("alice", True), ("bob", False), (None, True)])
@@ -97,7 +97,7 @@ def test_order_of_another_customer_is_not_found(scene: Scene, customer_id: str |
     order = make_order(scene.sandbox, customer_id)
     alice = Customer("alice", "0" * 16, now())
     if is_found:
-        assert find_order(scene.sandbox, order.order_token, alice) == order
+        assert find_order("acme", SANDBOX, order.order_token, alice) == order
     else:
         with pytest.raises(NotFoundError):
-            find_order(scene.sandbox, order.order_token, alice)
+            find_order("acme", SANDBOX, order.order_token, alice)
