@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
+from time import monotonic
 from typing import ClassVar, Final, Protocol
 from weakref import WeakSet
 
@@ -23,7 +24,7 @@ from keyvault.services.work.thread_priority import lower_priority
 _log = logging.getLogger(__name__)
 
 JOIN_SECONDS: Final = 5.0
-"""Maximum wait for a stopping thread, in seconds."""
+"""Maximum time for a thread to end after it was told to stop, in seconds."""
 
 
 class ProcessState(Protocol):
@@ -49,11 +50,12 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def stop_at_exit(stop: Callable[[], None]) -> None:
-    """Call `stop` when this process ends, not when a forked child does.
+def stop_at_exit(request: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Call `stop` when this process ends, not when a forked child does; before, call the `request` of each.
 
     atexit does not run in Granian's forked worker; multiprocessing finalizers run there and everywhere else.
     """
+    Finalize(None, request, exitpriority=1)
     Finalize(None, stop, exitpriority=0)
 
 
@@ -85,6 +87,7 @@ class BackgroundThread(ABC):
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default_factory=lambda: None, init=False)
     """A factory, because `__init__` does not assign the plain default of such a field."""
+    _stop_by: float = field(default_factory=lambda: float("inf"), init=False)
     _starting: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def start(self) -> None:
@@ -94,15 +97,25 @@ class BackgroundThread(ABC):
                 return
             self._prepare()
             self._stop = threading.Event()  # not the event of an earlier thread, which may still be ending
+            self._stop_by = float("inf")
             self._thread = threading.Thread(target=self._run, name=self.thread_name, daemon=True)
             self._thread.start()
-        stop_at_exit(self.stop)
+        stop_at_exit(self.request_stop, self.stop)
+
+    def request_stop(self) -> None:
+        """Tell the thread to stop, without waiting. Its JOIN_SECONDS begin.
+
+        At exit every thread is told before the first one is waited for: the supervisor's timeout is too short for
+        their last rounds one after the other.
+        """
+        self._stop.set()
+        self._stop_by = min(self._stop_by, monotonic() + JOIN_SECONDS)
 
     def stop(self) -> None:
-        """Stop the thread, wait for it for at most JOIN_SECONDS, and write what is left. Does nothing without one."""
-        self._stop.set()
+        """Stop the thread, wait until it ends or its time is over, and write what is left. Does nothing without one."""
+        self.request_stop()
         if self._thread is not None:
-            self._thread.join(timeout=JOIN_SECONDS)
+            self._thread.join(timeout=max(0.0, self._stop_by - monotonic()))
             self._thread = None
             self._finish()
 

@@ -156,10 +156,9 @@ class TurnDispatcher(BackgroundThread):
     def forget(self) -> None:
         self.__init__(self.send)  # type: ignore[misc]  # a dataclass's own
 
-    def stop(self) -> None:
-        self._stop.set()
+    def request_stop(self) -> None:
+        BackgroundThread.request_stop(self)
         self._has_pending.set()
-        BackgroundThread.stop(self)
 
     def _loop(self) -> None:
         send = self.require_sender()

@@ -230,3 +230,41 @@ def test_state_that_nobody_holds_is_not_kept_for_a_fork() -> None:
     before = len(background_thread._states)
     del made
     assert len(background_thread._states) < before
+
+
+def _end_child_with_two(told: "multiprocessing.queues.Queue[bool]") -> None:
+    requests = (threading.Event(), threading.Event())
+
+    class Teller(Writer):
+        def request_stop(self) -> None:
+            Writer.request_stop(self)
+            requests[tellers.index(self)].set()
+
+        def _finish(self) -> None:
+            told.put(threads[tellers.index(self)].is_alive())
+
+    tellers = [Teller(), Teller()]
+    threads: list[threading.Thread] = []
+    for teller, request_of_other in zip(tellers, requests[::-1], strict=True):
+        begun = threading.Event()
+
+        def work(begun: threading.Event = begun, request: threading.Event = request_of_other) -> None:
+            begun.set()
+            request.wait(TIMEOUT_SECONDS)
+
+        teller.work = work
+        teller.start()
+        assert teller._thread is not None
+        threads.append(teller._thread)
+        assert begun.wait(TIMEOUT_SECONDS)
+
+
+def test_background_threads_are_all_told_to_stop_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: their last rounds run at the same time, so that a process ends within its supervisor's timeout."""
+    monkeypatch.setattr(background_thread, "JOIN_SECONDS", TIMEOUT_SECONDS / 2)
+    told: multiprocessing.queues.Queue[bool] = FORK.Queue()
+    child = FORK.Process(target=_end_child_with_two, args=(told,))
+    child.start()
+    assert [told.get(timeout=TIMEOUT_SECONDS) for _ in range(2)] == [False, False]
+    child.join(TIMEOUT_SECONDS)
+    assert child.exitcode == 0
