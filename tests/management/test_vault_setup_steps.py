@@ -42,6 +42,8 @@ class Empty:
     address: str
     ca_file: Path
     root_token: str
+    shares: tuple[str, ...]
+    """Key shares, as many as unseal the server."""
     audit_logs: tuple[Path, Path]
 
 
@@ -72,7 +74,7 @@ def empty_server(folder: Path) -> Iterator[Empty]:
         )
 
     with running("kv-openbao-", plan) as address:
-        yield Empty(address, ca_file, _initialised(address, ca_file), (logs[0], logs[1]))
+        yield Empty(address, ca_file, *_initialised(address, ca_file), (logs[0], logs[1]))
 
 
 def _settled(settings: str, place: Place, authority: Authority) -> str:
@@ -104,8 +106,8 @@ def _answers(address: str, ca_file: Path) -> bool:
         return False
 
 
-def _initialised(address: str, ca_file: Path) -> str:
-    """Initialize and unseal, as the holders of the key shares do."""
+def _initialised(address: str, ca_file: Path) -> tuple[str, tuple[str, ...]]:
+    """Initialize and unseal, as the holders of the key shares do. Returns the root token and their shares."""
 
     def ask(path: str, body: dict[str, object]) -> Any:
         answer = requests.put(f"{address}/v1/sys/{path}", json=body, verify=str(ca_file), timeout=30)
@@ -113,11 +115,12 @@ def _initialised(address: str, ca_file: Path) -> str:
         return answer.json()
 
     made = ask("init", {"secret_shares": 3, "secret_threshold": 2})
-    for key in made["keys"][:2]:
-        ask("unseal", {"key": key})
+    shares = tuple(made["keys"][:2])
+    for share in shares:
+        ask("unseal", {"key": share})
     while requests.get(f"{address}/v1/sys/health", verify=str(ca_file), timeout=5).status_code != 200:
         pass
-    return str(made["root_token"])
+    return str(made["root_token"]), shares
 
 
 @pytest.fixture
@@ -145,9 +148,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def run(text: str, folder: Path, environment: dict[str, str]) -> str:
+def run(text: str, folder: Path, environment: dict[str, str], typed: str = "") -> str:
     done = subprocess.run(
         ["/bin/bash", "-euo", "pipefail", "-c", text],
+        input=typed,
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -196,15 +200,36 @@ def test_setup_steps_of_the_page_make_an_installation_that_passes_the_doctor(
         run("cp handover/after-leak/* handover/web-1/", checkout, environment)
         assert "no problems" in run(check, checkout, its_own)
 
+        [administrator] = [block for block in shell if block.place == "administrator"]
+        run(administrator.text, checkout, with_admin, typed="administrators-password")
         run(at_the_end, checkout, with_admin)
         assert not (checkout / "admin.token").exists()
         assert (checkout / "first.snap").stat().st_size > 0
         for log in server.audit_logs:
             assert json.loads(log.read_text().splitlines()[-1])
+        assert _policies(_new_administrator(server, checkout, environment), checkout, environment) == ["root"]
+
+
+def _new_administrator(server: Empty, checkout: Path, environment: dict[str, str]) -> str:
+    """Make a token as the page says, with the administrator's login and the key shares."""
+    login = "bao write -field=token auth/userpass/login/anna password=-"
+    administrator = {**environment, "VAULT_TOKEN": run(login, checkout, environment, typed="administrators-password")}
+    generate = "bao operator generate-root"
+    begun = json.loads(run(f"{generate} -init -format=json", checkout, administrator))
+    for share in server.shares:
+        answer = run(f"{generate} -format=json -nonce={begun['nonce']} -", checkout, administrator, typed=share)
+    encoded = json.loads(answer)["encoded_token"]
+    return run(f"{generate} -decode={encoded} -otp={begun['otp']}", checkout, administrator).strip()
+
+
+def _policies(token: str, checkout: Path, environment: dict[str, str]) -> list[str]:
+    answer = run("bao token lookup -format=json", checkout, {**environment, "VAULT_TOKEN": token})
+    policies: list[str] = json.loads(answer)["data"]["policies"]
+    return policies
 
 
 def test_setup_steps_cover_every_host_kind_and_every_block_is_run() -> None:
     """A block that no test runs may not work."""
     places = [block.place for block in blocks() if block.language == "sh"]
-    assert set(places) == {"", "setup-1", "web-1", "worker-1", "operator", "merchant", "leak"}
+    assert set(places) == {"", "setup-1", "web-1", "worker-1", "operator", "merchant", "leak", "administrator"}
     assert {block.language for block in blocks()} == {"sh", "hcl"}
