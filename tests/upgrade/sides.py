@@ -5,11 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +54,8 @@ def copy_commit(commit: str, to: Path) -> Path:
         capture_output=True,
         check=True,
     )
-    with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
-        files.extractall(to, filter="data")
+    to.mkdir(parents=True)
+    subprocess.run(["tar", "-x"], cwd=to, input=archive.stdout, check=True)  # noqa: S607  the developer's own tar
     return to
 
 
