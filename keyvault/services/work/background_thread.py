@@ -24,7 +24,7 @@ from keyvault.services.work.thread_priority import lower_priority
 _log = logging.getLogger(__name__)
 
 JOIN_SECONDS: Final = 5.0
-"""Maximum time for a thread to end after it was told to stop, in seconds."""
+"""Maximum time from the request to stop until the thread ends, in seconds."""
 
 
 class ProcessState(Protocol):
@@ -103,10 +103,10 @@ class BackgroundThread(ABC):
         stop_at_exit(self.request_stop, self.stop)
 
     def request_stop(self) -> None:
-        """Tell the thread to stop, without waiting. Its JOIN_SECONDS begin.
+        """Request the thread to stop, without waiting. Its JOIN_SECONDS begin.
 
-        At exit every thread is told before the first one is waited for: the supervisor's timeout is too short for
-        their last rounds one after the other.
+        At exit every thread gets the request before the process waits for the first one: the supervisor's timeout is
+        too short for their last rounds one after the other.
         """
         self._stop.set()
         self._stop_by = min(self._stop_by, monotonic() + JOIN_SECONDS)
