@@ -7,6 +7,8 @@ secret. Ids, types, counts and dates stay readable, also under a name such as `k
 Each pattern matches a `head`, which stays, and enough of the secret to be certain. The rest of the secret follows at
 any length. Only key strings, PEM private keys and name-value objects are matched across lines. A pattern that ends at a
 quote never consumes the quote of a JSON string, so that a redacted JSON line stays valid JSON.
+
+No group has a possessive quantifier: Python before 3.11.5 matches such groups wrongly (CPython issue 106052).
 """
 
 import re
@@ -73,7 +75,6 @@ def _secret(
 ) -> _Secret:
     # ASCII, so that case-insensitive matching agrees with the lower-case needles.
     flags = re.ASCII | re.MULTILINE | (re.IGNORECASE if any_case else re.NOFLAG)
-    # Not possessive: Python 3.11.2 matches a possessive group with alternatives wrongly. Nothing follows the group.
     return _Secret(begins, f"(?:{goes_on})*", flags, needles, mask, unfinished)
 
 
@@ -108,7 +109,8 @@ _UNDERSCORE = r"(?:_|%(?:25){0,8}5[Ff])"
 # The beginning of a word, also after a percent-encoded character, which ends with a letter or a digit.
 _WORD = rf"(?:(?<![A-Za-z0-9])|{'|'.join(rf'(?<=%{percent}[0-9A-Fa-f][0-9A-Fa-f])' for percent in ('', '25', '2525'))})"
 # An authentication scheme stays readable, and so does the public part of a secret, already masked or not.
-_HANDLE = rf"(?:(?:[a-z0-9]{{0,16}}{SHAPED_HEAD}|whsec{_UNDERSCORE}|hv[sbr]\.|sealed\.)(?=[0-9A-Za-z]|\*\*\*))?+"
+_PUBLIC_PART = rf"(?:[a-z0-9]{{0,16}}{SHAPED_HEAD}|whsec{_UNDERSCORE}|hv[sbr]\.|sealed\.)(?=[0-9A-Za-z]|\*\*\*)"
+_HANDLE = rf"(?:{_PUBLIC_PART}|(?!{_PUBLIC_PART}))"
 _FIRST = rf"(?:(?:bearer|basic|apikey|digest|token)[ \t]{{1,64}})?{_HANDLE}"
 
 
@@ -162,7 +164,7 @@ def _mask_number(match: re.Match[str]) -> str:
 _LINE_BREAK = r"[ \t]{0,8}(?:=|\\{1,4})?[ \t]{0,2}(?:\r\n|\n|\r|(?:\\{1,4}r)?\\{1,4}n)(?:[ \t]{0,2}>){0,4}[ \t]{0,16}"
 _ESCAPED_COLOR = r"\\{1,4}(?:u001[Bb]|x1[Bb]|033)\[[0-9;]{0,16}m"
 _BREAK = rf"(?:{_LINE_BREAK}|{_ESCAPED_COLOR})"
-_MAY_BREAK = f"(?:{_BREAK})?+"
+_MAY_BREAK = f"(?:{_BREAK})?"
 _DIGIT = "[0-9A-Za-z]"
 _AFTER_KEY_ID = SECRET_DIGITS + CHECKSUM_DIGITS
 
@@ -214,7 +216,7 @@ def _encoded(letter: str) -> str:
 _ESCAPE = "\x1b"
 # A terminal's color may split a name or a secret, so it is dropped first. The pattern includes incomplete colors before
 # it: otherwise the remaining text could form a new color.
-_COLOR = _secret(rf"(?P<head>)(?:{_ESCAPE}\[?[0-9;]{{0,16}}+){{1,8}}+m", r"(?!)", (_ESCAPE,), mask=lambda match: "")
+_COLOR = _secret(rf"(?P<head>)(?:{_ESCAPE}\[?[0-9;]{{0,16}}){{1,8}}m", r"(?!)", (_ESCAPE,), mask=lambda match: "")
 
 _SECRETS = (
     _COLOR,
@@ -449,7 +451,7 @@ class _StreamMask:
         return certain if found is None else min(certain, found.start())
 
 
-_ENDS = re.compile(r"(?:[\\\"', \t-]*+(?:u[0-9A-Fa-f]{0,3}+)?+|%[0-9A-Fa-f]{0,17}+)\Z")
+_ENDS = re.compile(r"(?:[\\\"', \t-]*+(?:u[0-9A-Fa-f]{0,3})?|%[0-9A-Fa-f]{0,17}+)\Z")
 
 
 def _is_undecided(text: str, at: int) -> bool:

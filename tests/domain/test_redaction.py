@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise, product
@@ -632,6 +633,19 @@ def test_redact_tangled_text_leaks_no_key(text: str) -> None:
     assert SECRET not in redact(text)
 
 
+def test_patterns_have_no_possessive_group() -> None:
+    """Python before 3.11.5 moves on over text that such a group did not match (CPython issue 106052)."""
+    possessive = re.compile(r"(?<!\\)\)(?:[?*+]|\{[0-9,]+\})\+|\(\?>")
+    assert possessive.search("(?:a|b)?+")
+    assert possessive.search("(?:ab){1,8}+")
+    texts = [
+        text
+        for secret in redaction._SECRETS
+        for text in (secret.begin_text, secret.goes_on_text, secret.unfinished_text)
+    ]
+    assert [text for text in (*texts, redaction._ENDS.pattern) if text and possessive.search(text)] == []
+
+
 scalars = st.none() | st.booleans() | st.integers() | st.floats()
 
 
@@ -639,6 +653,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats()
     st.dictionaries(tangles, tangles | scalars | st.lists(tangles | scalars, max_size=3), max_size=4),
     st.sampled_from([None, 2]),
 )
+@example({"": "Bearer éAuthorization"}, None)
 def test_redact_tangled_json_stays_json(value: dict[str, object], indent: int | None) -> None:
     """Guarantee: no client text can break out of a line of the JSON log."""
     clean = redact(json.dumps(value, indent=indent))
