@@ -163,24 +163,29 @@ class RotationsView(ServiceView):
     def _prepare(self, request: Request) -> Effect:
         form = RotationRequest(data=request.data)
         form.is_valid(raise_exception=True)
-        credential = (
-            Credential.objects.select_related("account__merchant")
-            .filter(pk=form.validated_data["credential_id"])
-            .first()
-        )
         overrides = form.overrides()
-        if credential is None:
+        try:
+            credential = _find_credential(form.validated_data["credential_id"])
+            grant = self.grant_for(credential.account)
+        except NotFoundError:
             # A body that no environment accepts is invalid, whatever credential it names.
             if faults := list(find_value_faults(overrides, Environment.SANDBOX, self.now)):
-                raise RequestInvalidError("The rotation is invalid.", faults)
-            raise NotFoundError
-        grant = self.grant_for(credential.account)
+                raise RequestInvalidError("The rotation is invalid.", faults) from None
+            raise
 
         def create() -> StoredResponse:
             rotation = request_rotation(grant, credential, overrides)
             return StoredResponse(201, describe(get_rotation(rotation.rotation_id), self.now))
 
         return create
+
+
+def _find_credential(credential_id: str) -> Credential:
+    """Return the credential. Raises NotFoundError."""
+    found = Credential.objects.select_related("account__merchant").filter(pk=credential_id).first()
+    if found is None:
+        raise NotFoundError
+    return found
 
 
 class RotationView(ServiceView):

@@ -66,6 +66,24 @@ def test_rotation_plan_with_an_invalid_field_names_it(call: Call, plan: dict[str
     assert not Rotation.objects.exists()
 
 
+@pytest.mark.parametrize(("plan", "status"), [({}, 404), ({"channels": ["webhook"]}, 400)])
+def test_rotation_of_a_foreign_credential_answers_as_of_an_unknown_one(
+    call: Call, plan: dict[str, Any], status: int
+) -> None:
+    """A token learns nothing about the credentials of foreign merchants, however invalid the body is."""
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    _, globex_only = make_token(P.ROTATIONS_WRITE, merchants=["globex"])
+    token = {"HTTP_AUTHORIZATION": f"Bearer {globex_only.reveal()}"}
+    foreign, absent = (
+        call("POST", "/v1/rotations", {"credential_id": credential_id, **plan}, **new_key(), **token)
+        for credential_id in (key.credential_id, "crd_" + "0" * 20)
+    )
+    ids = [answer.body.pop("request_id") for answer in (foreign, absent)]
+    assert ids[0] != ids[1]
+    assert (foreign.status_code, foreign.body) == (absent.status_code, absent.body)
+    assert foreign.status_code == status
+
+
 def test_rotation_aborted_over_rest_before_delivery_is_canceled(call: Call) -> None:
     rotation_id = asked(call).body["rotation_id"]
     for _ in range(2):

@@ -2,16 +2,20 @@
 
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 
 from django.db.models import Q, QuerySet
 
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.widgets import NOTHING, Table, badge, moment, mono
-from keyvault.models import Key, UseBucket
-from keyvault.models.usage import EXPOSURES, UseSpan
+from keyvault.models import UseBucket
+from keyvault.models.usage import UseSpan
+from keyvault.services.usage.reports import KeyUser
 
 _EXPOSURE_DAYS = 30
 """Time for which the front page shows a suspected exposure, in days."""
+
+_MAX_ROWS = 20
 
 
 def exposures() -> QuerySet[UseBucket]:
@@ -22,24 +26,23 @@ def exposures() -> QuerySet[UseBucket]:
     return recent.filter(last_at__gte=since).order_by("-last_at")
 
 
-def exposure_tables(key: Key) -> Iterable[Table]:
-    """Yield the table of all exposures of the key, or nothing."""
-    exposed = UseBucket.objects.filter(context__key=key, context__outcome__in=EXPOSURES)
-    found = exposed.select_related("context").order_by("-last_at")[:20]
-    if found:
+def exposure_tables(users: Iterable[KeyUser]) -> Iterable[Table]:
+    """Yield the table of the users that may have exposed the key, or nothing."""
+    if found := list(islice(users, _MAX_ROWS)):
         yield Table(
             "Suspected exposures",
-            ["type", "source", "user agent", "endpoint", "uses", "last seen"],
+            ["type", "source", "user agent", "endpoint", "uses", "first seen", "last seen"],
             [
                 [
-                    badge(use.context.outcome),
-                    mono(use.context.source),
-                    use.context.user_agent or NOTHING,
-                    use.context.endpoint or NOTHING,
-                    use.count,
-                    moment(use.last_at),
+                    badge(user.outcome),
+                    mono(user.source),
+                    user.user_agent or NOTHING,
+                    user.endpoint or NOTHING,
+                    f"{user.count:,}",
+                    moment(user.first_at),
+                    moment(user.last_at),
                 ]
-                for use in found
+                for user in found
             ],
         )
 

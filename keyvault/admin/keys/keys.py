@@ -55,7 +55,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, can_transition
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Key, KeyUse
 from keyvault.models.keys import KEY_TAIL
-from keyvault.models.usage import UseOutcome
+from keyvault.models.usage import EXPOSURES, UseOutcome
 from keyvault.services.change_feed.receipts import find_receipt
 from keyvault.services.keys.lifecycle import report_compromise, resume_key, revoke_key, suspend_key, usable_keys
 from keyvault.services.secrets.stored_copies import read_public_string
@@ -298,6 +298,8 @@ class KeyAdmin(ConsoleModelAdmin):
             ],
         )
         page = reverse("admin:keyvault_credential_change", args=[credential])
+        exposed = [user for user in traffic.users if user.outcome in EXPOSURES]
+        users = [user for user in traffic.users if user.outcome not in EXPOSURES]
         return Detail(
             title=f"Key …{row.key_id[-6:]}",
             state=row.state,
@@ -306,8 +308,8 @@ class KeyAdmin(ConsoleModelAdmin):
             notes=list(_notes(row)),
             sections=[
                 Columns([chart, facts] if chart else [facts, *timeline]),
-                *exposure_tables(row),
-                *use_tables(row, traffic.users, has_more=traffic.has_more_users),
+                *exposure_tables(exposed),
+                *use_tables(row, users, has_more=traffic.has_more_users),
                 *(timeline if chart else []),
             ],
         )

@@ -1,6 +1,6 @@
 """Charts of the uses of keys."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 from django.utils.html import format_html
@@ -10,6 +10,7 @@ from keyvault.admin.framework.charts import LineChart, Marker, Series, Sparkline
 from keyvault.admin.framework.components import Card
 from keyvault.admin.framework.widgets import counted, duration
 from keyvault.models import Key
+from keyvault.models.usage import EXPOSURES
 from keyvault.services.usage.reports import TRACES
 from keyvault.services.usage.series import Traffic, choose_step, count_uses, read_traffic
 
@@ -19,11 +20,11 @@ _SPARK_STEP = timedelta(hours=1)
 
 
 def day_traffic(keys: Sequence[Key], *, users_of: Key | None = None) -> Traffic:
-    """Read the uses of the first three keys in the last 24 hours, and every user of a key."""
+    """Read the uses of the first three keys in the last 24 hours, and every user of a key, exposures included."""
     now = datetime.now(UTC)
     step = choose_step(now - _DAY, now, now)
     ids, listed = [key.key_id for key in keys[: len(_COLORS)]], "" if users_of is None else users_of.key_id
-    return read_traffic(ids, now - _DAY, now, step, users_of=listed, outcomes=TRACES)
+    return read_traffic(ids, now - _DAY, now, step, users_of=listed, outcomes=(*TRACES, *EXPOSURES))
 
 
 def day_card(keys: Sequence[Key], traffic: Traffic) -> Card | None:
@@ -46,8 +47,7 @@ def traffic_card(
         is_now: whether the period ends now.
     """
     step, begin, until, counts = traffic.step, traffic.begin, traffic.until, traffic.counts
-    if is_now and any(any(each[:-1]) for each in counts.values()):
-        # The current step is not complete: its few uses would look like a fall.
+    if is_now and _have_earlier(counts.values()):
         counts = {key_id: each[:-1] for key_id, each in counts.items()}
     series = [Series(f"{label} …{key.key_id[-6:]}".strip(), counts[key.key_id], color) for key, label, color in lines]
     if not any(any(each.values) for each in series):
@@ -67,22 +67,34 @@ def traffic_card(
     return Card(title, chart, chart.legend)
 
 
+def _have_earlier(counts: Iterable[Sequence[int]]) -> bool:
+    """Whether a chart leaves out the current step. It is not complete: its few uses would look like a fall."""
+    return any(any(each[:-1]) for each in counts)
+
+
 def sparklines_of(keys: Mapping[str, Collection[str]]) -> dict[str, Sparkline]:
     """Return a line of the hourly uses in the last 24 hours for each entry. `keys`: the ids of the keys in its sum."""
-    now = datetime.now(UTC)
-    counts = count_uses([key_id for ids in keys.values() for key_id in ids], now - _DAY, now, _SPARK_STEP)
-    label = "requests of each hour in the last 24 hours: {:,} in total"
-    sums = {
-        each: [sum(hour) for hour in zip(*(counts[key_id] for key_id in ids), strict=True)]
+    counts = _count_hourly([key_id for ids in keys.values() for key_id in ids])
+    return {
+        each: _sparkline([sum(hour) for hour in zip(*(counts[key_id] for key_id in ids), strict=True)])
         for each, ids in keys.items()
     }
-    return {each: Sparkline(values, label.format(sum(values))) for each, values in sums.items()}
 
 
 def day_uses(key: Key) -> SafeString:
     """Return the uses of a key in the last 24 hours: their number, and a line of each hour."""
-    line = sparklines_of({key.key_id: [key.key_id]})[key.key_id]
-    return format_html("{} {}", counted(int(sum(line.values)), "request"), line)
+    hours = _count_hourly([key.key_id])[key.key_id]
+    return format_html("{} {}", counted(sum(hours), "request"), _sparkline(hours))
+
+
+def _count_hourly(key_ids: Collection[str]) -> dict[str, list[int]]:
+    now = datetime.now(UTC)
+    return count_uses(key_ids, now - _DAY, now, _SPARK_STEP)
+
+
+def _sparkline(hours: Sequence[int]) -> Sparkline:
+    label = f"requests of each hour in the last 24 hours: {sum(hours):,} in total"
+    return Sparkline(hours[:-1] if _have_earlier([hours]) else hours, label)
 
 
 def _name_step(step: timedelta) -> str:

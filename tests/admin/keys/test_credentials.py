@@ -8,7 +8,7 @@ import pytest
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
 from keyvault.admin.framework.charts import LineChart
-from keyvault.admin.keys.traffic import day_card, day_traffic
+from keyvault.admin.keys.traffic import day_card, day_traffic, sparklines_of
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key, KeyUse, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
@@ -85,6 +85,20 @@ def test_exposure_is_shown_to_operators_who_may_revoke_the_key(desk: Desk, outco
     assert "192.0.2.7" in page
 
 
+def test_exposures_of_one_source_are_one_row_of_the_key(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    expose(key, UseOutcome.EXPOSED_IN_URL)
+    context, earlier = UseContext.objects.get(), now() - timedelta(hours=2)
+    UseBucket.objects.create(
+        context=context, is_exposure=True, minute=earlier, count=4, first_at=earlier, last_at=earlier
+    )
+    page = text_of(browser(desk.tam).get(address("keyvault_key_change", key.pk)))
+    table, _, users = page.partition("Suspected exposures")[2].partition("Who uses the key")
+    assert table.count("192.0.2.7") == 1
+    assert "<td>7</td>" in table
+    assert "192.0.2.7" not in users
+
+
 def test_exposure_old_or_of_a_revoked_key_is_not_shown(desk: Desk) -> None:
     old, _ = issue(desk.sandbox, label="old")
     expose(old, UseOutcome.EXPOSED_IN_URL, days_ago=31)
@@ -132,6 +146,20 @@ def test_chart_leaves_out_the_step_that_is_not_complete(desk: Desk) -> None:
     before = at - timedelta(hours=2)
     UseBucket.objects.create(context=context, minute=before, count=3, first_at=before, last_at=before)
     assert sum(_counts_of(key)) == 3
+
+
+def test_small_line_leaves_out_the_hour_that_is_not_complete(desk: Desk) -> None:
+    """Guarantee: the number has every use; only the line ends with the last complete hour."""
+    key, _ = issue(desk.sandbox)
+    context = UseContext.objects.create(key=key, source="192.0.2.7", outcome=UseOutcome.ALLOWED)
+    at = now()
+    UseBucket.objects.create(context=context, minute=at, count=1, first_at=at, last_at=at)
+    assert sparklines_of({"all": [key.pk]})["all"].values[-1] == 1
+    before = at - timedelta(hours=2)
+    UseBucket.objects.create(context=context, minute=before, count=3, first_at=before, last_at=before)
+    line = sparklines_of({"all": [key.pk]})["all"]
+    assert sum(line.values) == 3
+    assert line.label.endswith("4 in total")
 
 
 def _counts_of(key: Key) -> list[float]:
