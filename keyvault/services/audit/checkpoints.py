@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from django.db import IntegrityError as DatabaseIntegrityError
 from django.db import connection, transaction
@@ -44,6 +45,7 @@ from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import IntegrityError, KeyvaultError
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account, AuditChain, AuditCheckpoint, AuditEntry
+from keyvault.models.union_parts import limit_part
 from keyvault.services.audit.checkpoint_marks import CheckpointMarks, read_marks, write_marks
 from keyvault.services.audit.signers import audit_signer
 from keyvault.services.peppers.ring import list_served_sets
@@ -236,8 +238,12 @@ def _sign_next(scope: PepperSet, now: datetime, lease: leases.Lease) -> int:
 
 def _list_unsigned(scope: str) -> QuerySet[AuditChain]:
     """Return the chains with unsigned entries, at most MAX_HEADS, those that have waited longest first."""
+    return _order_unsigned(scope)[:MAX_HEADS]
+
+
+def _order_unsigned(scope: str) -> QuerySet[AuditChain]:
     unsigned = AuditChain.objects.filter(scope=scope, unsigned_since__isnull=False)
-    return unsigned.order_by("unsigned_since")[:MAX_HEADS]
+    return unsigned.order_by("unsigned_since")
 
 
 _positions: dict[str, tuple[bytes, int]] = {}
@@ -707,26 +713,61 @@ class CheckpointStatus:
 
 
 def list_checkpoint_status() -> list[CheckpointStatus]:
-    """Return the status of each served scope's newest checkpoint; `verify_checkpoints` verifies all of them."""
+    """Return the status of each served scope's newest checkpoint; `verify_checkpoints` verifies all of them.
+
+    What it reads of each kind, it reads for all scopes by one query.
+    """
+    scopes = [scope.value for scope in list_served_sets()]
+    # The marks first, so that concurrent signing cannot put them ahead.
+    marks = {scope: _read_available_marks(scope) for scope in scopes}
+    newest, unsigned = _find_newest_of(scopes), _count_unsigned_of(scopes)
+    parsed = {scope: _parse_or_find_fault(signed) for scope, signed in newest.items()}
+    names = {name for each in parsed.values() if isinstance(each, Checkpoint) for name in each.heads}
+    heads = _as_heads(AuditChain.objects.filter(name__in=names))
     keys, unavailable = read_public_keys()
-    return [_checkpoint_status(scope.value, keys, unavailable.get(scope.value)) for scope in list_served_sets()]
+
+    def status_of(scope: str) -> CheckpointStatus:
+        (known, unmarked), unchecked, signed = marks[scope], unavailable.get(scope), newest.get(scope)
+        fault = None if known is None else find_mark_fault(scope, signed, known)
+        if signed is None:
+            return CheckpointStatus(scope, None, unsigned[scope], unchecked, fault)
+        fault = fault or _find_content_fault(signed, parsed[scope], heads)
+        if fault is not None:
+            return CheckpointStatus(scope, signed, 0, unchecked, fault)
+        fault = None if unchecked else find_signature_fault(signed, keys)
+        return CheckpointStatus(scope, signed, unsigned[scope], unchecked or unmarked, fault)
+
+    return [status_of(scope) for scope in scopes]
 
 
-def _checkpoint_status(scope: str, keys: PublicKeys, unchecked: str | None) -> CheckpointStatus:
-    marks, unmarked = _read_available_marks(scope)
-    signed = find_newest(scope)
-    unsigned = sum(chain.sequence - chain.signed_sequence for chain in _list_unsigned(scope))
-    fault = None if marks is None else find_mark_fault(scope, signed, marks)
-    if signed is None:
-        return CheckpointStatus(scope, None, unsigned, unchecked, fault)
-    if fault is not None:
-        return CheckpointStatus(scope, signed, 0, unchecked, fault)
+def _find_newest_of(scopes: Iterable[str]) -> dict[str, SignedCheckpoint]:
+    """Return the newest checkpoint of each scope that has one."""
+    parts = [limit_part(AuditCheckpoint.objects.filter(scope=scope).order_by("-number"), 1) for scope in scopes]
+    return {row.scope: _signed(row) for row in _unite(parts)}
+
+
+def _count_unsigned_of(scopes: Iterable[str]) -> dict[str, int]:
+    """Return the number of unsigned entries of each scope, of at most MAX_HEADS chains."""
+    counts = dict.fromkeys(scopes, 0)
+    for chain in _unite([limit_part(_order_unsigned(scope), MAX_HEADS) for scope in counts]):
+        counts[chain.scope] += chain.sequence - chain.signed_sequence
+    return counts
+
+
+def _unite(parts: Sequence[QuerySet[Any]]) -> Iterable[Any]:
+    return parts[0].union(*parts[1:], all=True) if parts else ()
+
+
+def _parse_or_find_fault(signed: SignedCheckpoint) -> Checkpoint | str:
     try:
-        heads = _parse(signed).heads
+        return _parse(signed)
     except IntegrityError as error:
-        return CheckpointStatus(scope, signed, 0, unchecked, error.internal)
-    why = _find_mismatch(heads, _as_heads(AuditChain.objects.filter(name__in=heads)))
-    if why is not None:
-        return CheckpointStatus(scope, signed, 0, unchecked, f"{scope} checkpoint {signed.number}: {why}")
-    fault = None if unchecked else find_signature_fault(signed, keys)
-    return CheckpointStatus(scope, signed, unsigned, unchecked or unmarked, fault)
+        return error.internal or error.detail
+
+
+def _find_content_fault(signed: SignedCheckpoint, parsed: Checkpoint | str, heads: Mapping[str, Head]) -> str | None:
+    """Return how the log differs from a checkpoint, or None. `heads`: of at least its chains, those that exist."""
+    if isinstance(parsed, str):
+        return parsed
+    why = _find_mismatch(parsed.heads, heads)
+    return None if why is None else f"{signed.scope} checkpoint {signed.number}: {why}"
