@@ -334,7 +334,9 @@ class ConsoleSite(AdminSite):
         context: dict[str, Any] = {
             "title": self.index_title,
             "create_links": [
-                link for model_admin in self._model_admins() for link in model_admin.create_links(request)
+                link
+                for model_admin in sorted(self._model_admins(), key=lambda each: ENTRIES.index(each.menu))
+                for link in model_admin.create_links(request)
             ],
             **attention_context(request, found),
             **overview_context(request),

@@ -147,6 +147,7 @@ def _state(row: CatalogEndpoint) -> str:
 class CatalogEndpointAdmin(ConsoleModelAdmin):
     view_permissions = (P.CATALOG_READ,)
     menu, singular, plural = "Endpoint catalog", "Endpoint", "Endpoints"
+    no_rows = "No endpoints of your own yet"
     change_list_template = "console/change_list_more.html"
     create_actions = (
         CreateAction(

@@ -125,6 +125,7 @@ def _state(row: LimitOverride) -> str:
 class LimitOverrideAdmin(AccountRowAdmin):
     view_permissions = (P.CATALOG_READ,)
     menu, singular, plural = "Limits", "Limit", "Limits"
+    no_rows = "No limits of endpoints yet"
     change_list_template = "console/change_list_more.html"
     create_actions = (
         CreateAction(

@@ -19,7 +19,7 @@ MENU = {
 }
 """Entries by section. An entry without a page that the operator may view is not shown."""
 
-ENTRIES = frozenset(entry for entries in MENU.values() for entry in entries)
+ENTRIES = tuple(entry for entries in MENU.values() for entry in entries)
 
 _URGENT = frozenset({"Approvals", "Incidents"})
 """Entries whose count is red."""
@@ -97,10 +97,11 @@ def build_menu(tabs: Sequence[tuple[str, Tab]], counts: Mapping[str, str]) -> li
     """Return the sections of the menu that have a page.
 
     Args:
-        tabs: each with its entry, in the order of the tabs.
+        tabs: each with its entry, in the order of the tabs. A tab with the label of its entry comes first, because the
+            entry opens it.
         counts: number of rows that need the operator, by entry.
     """
-    sections = []
+    sections, tabs = [], sorted(tabs, key=lambda each: each[0] != each[1].label)
     for title, labels in MENU.items():
         found = [
             MenuEntry(label, [tab for entry, tab in tabs if entry == label], counts.get(label, "")) for label in labels

@@ -227,6 +227,11 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return Tab(self.plural, self.list_url(), request.path)
 
     @property
+    def no_rows(self) -> str:
+        """What an empty list says."""
+        return f"No {self.rows_name} yet"
+
+    @property
     def rows_name(self) -> str:
         """What the rows are called in a sentence, such as `denied requests`."""
         return self.plural.lower()

@@ -55,7 +55,7 @@ from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState, can_transition
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Key, KeyUse
 from keyvault.models.keys import KEY_TAIL
-from keyvault.models.usage import EXPOSURES, UseOutcome
+from keyvault.models.usage import EXPOSURES
 from keyvault.services.change_feed.receipts import find_receipt
 from keyvault.services.keys.lifecycle import report_compromise, resume_key, revoke_key, suspend_key, usable_keys
 from keyvault.services.secrets.stored_copies import read_public_string
@@ -257,7 +257,7 @@ class KeyAdmin(ConsoleModelAdmin):
 
     def line_of(self, row: Any) -> Line:
         """Return the line of a row of `attention_items`, with its last exposure."""
-        about = f"{row.credential.account} · {row.credential.label}, {UseOutcome(row.exposed_by).label}"
+        about = f"{row.credential.account} · {row.credential.label}, {row.exposed_by.replace('_', ' ')}"
         return Line(self.url_of(row), self.name_of(row), about, row.exposed_at)
 
     def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:

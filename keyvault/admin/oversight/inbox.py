@@ -62,7 +62,7 @@ def _is_unseen(notice: Notice) -> bool:
 ALARM_FILTER = state_filter(
     {"unseen": Q(is_alarm=True, seen_at__isnull=True), "alarms": Q(is_alarm=True)},
     name="what",
-    title="what",
+    title="alarms",
     labels={"unseen": "unseen alarms", "alarms": "all alarms"},
 )
 

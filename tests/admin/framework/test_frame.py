@@ -156,3 +156,18 @@ def test_totals_are_of_all_keys_and_a_repeated_run_adds_nothing(desk: Desk) -> N
         write_totals(now())
     totals = UsageTotal.objects.filter(at=start_of_slot(now()), outcome=UseOutcome.ALLOWED)
     assert dict(totals.values_list("environment", "count")) == {SANDBOX: 3, PRODUCTION: 3}
+
+
+@pytest.mark.parametrize(
+    ("entry", "page"), [("Rotations", "rotation_rotation"), ("Schedules", "rotation_rotationschedule")]
+)
+def test_entry_of_the_menu_opens_the_list_with_its_name(desk: Desk, entry: str, page: str) -> None:
+    assert f'<a href="{address(f"{page}_changelist")}">{entry}' in text_of(browser(desk.admin).get("/admin/"))
+
+
+def test_overview_offers_what_to_create_in_the_order_of_the_menu(desk: Desk) -> None:
+    page = text_of(browser(desk.admin).get("/admin/"))
+    places = [
+        page.index(f">{label}</a>") for label in ("Request a key", "Rotate a key", "Create merchant", "Set limit")
+    ]
+    assert places == sorted(places)
