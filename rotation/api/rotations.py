@@ -182,7 +182,7 @@ class RotationsView(ServiceView):
 
 def _find_credential(credential_id: str) -> Credential:
     """Return the credential. Raises NotFoundError."""
-    found = Credential.objects.select_related("account__merchant").filter(pk=credential_id).first()
+    found: Credential | None = Credential.objects.select_related("account__merchant").filter(pk=credential_id).first()
     if found is None:
         raise NotFoundError
     return found
