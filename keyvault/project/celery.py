@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 import threading
 from time import monotonic
 from typing import Any
@@ -11,6 +12,7 @@ from celery import Celery, Task
 from celery.beat import Service
 from celery.signals import beat_init, before_task_publish, task_postrun, task_prerun, worker_init, worker_ready
 
+from keyvault.hotpath.engine.freshness import SWITCH_SECONDS
 from keyvault.wire.trace_context import TRACEPARENT, current_traceparent, traced
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "keyvault.project.settings")
@@ -87,6 +89,12 @@ class TracedTask(Task):  # type: ignore[type-arg]  # it has no arguments at run 
         if result is not False:
             meters.note_task(self.name, monotonic() - begun_at, is_done=True)
         return result
+
+
+@worker_init.connect
+def _switch_threads_often(**_: Any) -> None:
+    """Shorten the wait for the interpreter: a task waits for it after each query, while another thread computes."""
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 @worker_init.connect

@@ -3,8 +3,8 @@
 from typing import Final
 
 SWITCH_SECONDS: Final = 0.0005
-"""Interpreter switch interval of a process that verifies, in seconds. With Python's default of 5 ms, a background
-thread could delay a request by that long each time it runs."""
+"""Interpreter switch interval of servers and workers, in seconds. With Python's default of 5 ms, another thread could
+delay a request, or each query of a task, by that long."""
 
 _STEP_SECONDS: Final = 0.5
 """Maximum drift between the two clocks after a confirmation, in seconds. A time server slews by 0.5 ms a second."""
