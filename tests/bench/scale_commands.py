@@ -11,6 +11,7 @@ Each line of standard input is a command, a method of `Commands`; its reply is a
 Costs are processor time, which other processes affect little.
 """
 
+import gc
 import inspect
 import json
 import logging
@@ -126,6 +127,9 @@ class Commands:
 
     def pages(self) -> list[dict[str, Any]]:
         """Measure each page of the console as an administrator, by GET."""
+        # As `project/asgi.py`: what is loaded is exempt from garbage collection.
+        gc.collect()
+        gc.freeze()
         return list(_measure_pages(self.samples))
 
     def revoke(self, count: int) -> dict[str, float]:
