@@ -23,11 +23,8 @@ from .environment import DATABASE, DATABASES, POSTGRES_URL, ROOT, TALLY, chosen_
 from .servers.postgres import postgres_server
 from .servers.throwaway import FailedServerError, MissingServerError
 
-WORKERS = {"sqlite": 3, "postgres": 4}
-"""Number of processes for two cores. More, because tests wait for servers, and on PostgreSQL for each query.
-
-The caller's `-n0` wins.
-"""
+WORKERS = ("-n", "3", "--dist", "worksteal")
+"""One more than the cores of CI, because tests wait for servers and processes. The caller's `-n0` wins."""
 
 WITHOUT_LONG = ("-m", "not long")
 """For a run without paths: a file or folder that is named runs whole. `-m` among the caller's options wins."""
@@ -105,8 +102,7 @@ def run_half(database: str, options: list[str]) -> Counts:
         # A cache for each half, or `--lf` would only know the failures of the second.
         cache = ("-o", f"cache_dir=.pytest_cache/{database}")
         selection = () if any(_is_path(option) for option in options) else WITHOUT_LONG
-        workers = ("-n", str(WORKERS[database]), "--dist", "worksteal")
-        command = [sys.executable, "-m", "pytest", *cache, *workers, *selection, *options]
+        command = [sys.executable, "-m", "pytest", *cache, *WORKERS, *selection, *options]
         code = _run_to_the_end(command, variables)
         stats = json.loads(tally.read_text()) if tally.exists() else {}
     failed = stats.get("failed", 0) + stats.get("error", 0)

@@ -23,7 +23,7 @@ from .scene import (
     opened_scene,
 )
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("nginx"), pytest.mark.long]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("nginx")]
 
 LOST = (503, "dependency_unavailable")
 
