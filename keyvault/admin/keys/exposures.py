@@ -1,8 +1,7 @@
 """Suspected exposures: verified keys that were presented in a URL or from a browser."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
-from itertools import islice
 
 from django.db.models import Q, QuerySet
 
@@ -26,9 +25,9 @@ def exposures() -> QuerySet[UseBucket]:
     return recent.filter(last_at__gte=since).order_by("-last_at")
 
 
-def exposure_tables(users: Iterable[KeyUser]) -> Iterable[Table]:
+def exposure_tables(users: Sequence[KeyUser]) -> Iterable[Table]:
     """Yield the table of the users that may have exposed the key, or nothing."""
-    if found := list(islice(users, _MAX_ROWS)):
+    if users:
         yield Table(
             "Suspected exposures",
             ["type", "source", "user agent", "endpoint", "uses", "first seen", "last seen"],
@@ -42,7 +41,7 @@ def exposure_tables(users: Iterable[KeyUser]) -> Iterable[Table]:
                     moment(user.first_at),
                     moment(user.last_at),
                 ]
-                for user in found
+                for user in users[:_MAX_ROWS]
             ],
         )
 
