@@ -37,7 +37,7 @@ def _check_startup(**_: Any) -> None:
 
 
 @beat_init.connect
-def _check_beat(**_: Any) -> None:
+def _check_beat(sender: Service, **_: Any) -> None:
     """Exit if beat must not run here. Close the connection, because this thread reads nothing else."""
     from django.db import connection
 
@@ -49,7 +49,23 @@ def _check_beat(**_: Any) -> None:
     connection.close()
     if threading.current_thread() is threading.main_thread():  # in a thread of the worker, that serves them
         serve_metrics_or_exit("beat")
+        _stop_at_signal(sender)
     process_watch.report_as("beat")
+
+
+def _stop_at_signal(beat: Service) -> None:
+    """Replace Celery's signal handler, after which beat may go on.
+
+    That handler (Celery 5.7.0) closes the broker's connection, also under a send that it interrupts. The error of that
+    send then replaces the exit, and beat logs it as a failed message.
+    """
+
+    def stop(*_: Any) -> None:
+        beat.stop()  # should an error replace this exit as well
+        raise SystemExit
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
 
 
 @task_prerun.connect

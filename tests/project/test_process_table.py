@@ -133,7 +133,14 @@ class Installation:
         for process in self.started.values():
             process.send_signal(signal.SIGTERM)
         limits = {row.name: row.stop_seconds for row in processes()}
-        return {name: process.wait(limits[name]) for name, process in self.started.items()}
+        statuses = {}
+        for name, process in self.started.items():
+            try:
+                statuses[name] = process.wait(limits[name])
+            except subprocess.TimeoutExpired:
+                log = (self.place / f"{name}.log").read_text()
+                pytest.fail(f"{name} does not stop within {limits[name]} s\n{log[-3000:]}", pytrace=False)
+        return statuses
 
     def kill_all(self) -> None:
         for process in self.started.values():
