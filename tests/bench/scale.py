@@ -190,8 +190,9 @@ def describe(results: Mapping[str, Any]) -> str:
         f" event to its step, are wall clock time, which other programs on the machine distort. {PROCESSES} processes"
         f" completed {results['completed']} rotations, {number(results['completed_per_second'])} a second, in"
         f" {number(results['turns_per_second'])} turns a second. {PROCESSES} Celery workers completed"
-        f" {driven['completed']} of {driven['rotations']} rotations started at {driven['rate']} a second; from an"
-        f" acknowledgement to the next step: p50 {_shown(driven['p50_ms'])} ms, p99 {_shown(driven['p99_ms'])} ms."
+        f" {driven['completed']} of {driven['rotations']} rotations, started on the same cores at"
+        f" {number(driven['started_per_second'])} a second ({driven['rate']} requested); from an acknowledgement to"
+        f" the next step: p50 {_shown(driven['p50_ms'])} ms, p99 {_shown(driven['p99_ms'])} ms."
     )
 
 
