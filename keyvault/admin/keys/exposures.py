@@ -29,7 +29,7 @@ def exposure_tables(users: Sequence[KeyUser]) -> Iterable[Table]:
     """Yield the table of the users that may have exposed the key, or nothing."""
     if users:
         yield Table(
-            "Suspected exposures",
+            f"Suspected exposures: latest {_MAX_ROWS}" if len(users) > _MAX_ROWS else "Suspected exposures",
             ["type", "source", "user agent", "endpoint", "uses", "first seen", "last seen"],
             [
                 [

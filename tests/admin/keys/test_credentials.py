@@ -25,9 +25,9 @@ def post_restrict(desk: Desk, key: Key, **fields: str) -> Any:
     return client.post(url, {"version": seen, "networks": "", "origin_header": "refuse", **fields}, follow=True)
 
 
-def expose(key: Key, outcome: UseOutcome, days_ago: int = 0) -> None:
+def expose(key: Key, outcome: UseOutcome, days_ago: int = 0, source: str = "192.0.2.7") -> None:
     at = now() - timedelta(days=days_ago)
-    place = {"source": "192.0.2.7", "endpoint": "orders.retrieve", "outcome": outcome}
+    place = {"source": source, "endpoint": "orders.retrieve", "outcome": outcome}
     context = UseContext.objects.create(key=key, **place)
     UseBucket.objects.create(context=context, is_exposure=True, minute=at, count=3, first_at=at, last_at=at)
 
@@ -97,6 +97,16 @@ def test_exposures_of_one_source_are_one_row_of_the_key(desk: Desk) -> None:
     assert table.count("192.0.2.7") == 1
     assert "<td>7</td>" in table
     assert "192.0.2.7" not in users
+
+
+def test_exposures_of_more_sources_than_listed_say_so(desk: Desk) -> None:
+    key, _ = issue(desk.sandbox)
+    for number in range(20):
+        expose(key, UseOutcome.EXPOSED_IN_URL, source=f"192.0.2.{number}")
+    url = address("keyvault_key_change", key.pk)
+    assert "Suspected exposures: latest 20" not in text_of(browser(desk.tam).get(url))
+    expose(key, UseOutcome.EXPOSED_IN_URL, source="192.0.2.20")
+    assert "Suspected exposures: latest 20" in text_of(browser(desk.tam).get(url))
 
 
 def test_exposure_old_or_of_a_revoked_key_is_not_shown(desk: Desk) -> None:
