@@ -79,7 +79,14 @@ def scaled(completed: int = 200, idle_ms: float = 1.5, page_ms: float | None = 6
             "keyvault_auditentry": {"rows": 3e6, "bytes": 2.4e9},
             "keyvault_usebucket": {"rows": 1e7, "bytes": 5e9},
         },
-        "driven": {"rotations": 200, "completed": completed, "rate": 5, "p50_ms": 80.0, "p99_ms": 400.0},
+        "driven": {
+            "rotations": 200,
+            "completed": completed,
+            "rate": 5,
+            "started_per_second": 4.9,
+            "p50_ms": 80.0,
+            "p99_ms": 400.0,
+        },
     }
 
 
