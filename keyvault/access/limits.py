@@ -78,7 +78,7 @@ SIGN_IN_LOCK_SECONDS = 1800
 SIGN_IN_FAILURES_KEPT_SECONDS = 86_400
 """Time after the last failure of a name or a device at which its failures no longer count, in seconds.
 
-It is the longest lock: guesses that stay below the lock get no more attempts in a day than those that are locked.
+It equals the longest lock, so that an attacker who stays below the lock has no more guesses in a day.
 """
 
 MAX_SIGN_IN_LOCK_SECONDS = 86_400

@@ -16,6 +16,7 @@ from keyvault.admin.framework.widgets import Link, Table, badge, counted, identi
 from keyvault.admin.keys.traffic import traffic_card
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.sources import name_source
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key
 from keyvault.models.usage import SIGNS_OF_LIFE
 from keyvault.services.usage.reports import KeyUser, find_last_of_sources, first_of_each_outcome
@@ -256,7 +257,8 @@ def _csv_button(users: Sequence[KeyUser]) -> SafeString:
     rows.writerow(["source", "network", "user_agent", "endpoint", "requests", "first_seen", "last_seen"])
     for user in users:
         cells = [user.source, user.network, user.user_agent, user.endpoint, user.count]
-        rows.writerow([_quiet(cell) for cell in [*cells, user.first_at.isoformat(), user.last_at.isoformat()]])
+        times = [format_timestamp(user.first_at), format_timestamp(user.last_at)]
+        rows.writerow([_quiet(cell) for cell in [*cells, *times]])
     return format_html('<button type="button" class="copy" data-copy="{}" hidden>copy as CSV</button>', text.getvalue())
 
 

@@ -18,6 +18,7 @@ from keyvault.admin.framework.widgets import (
     Step,
     Table,
     badge,
+    duration,
     link,
     moment,
     mono,
@@ -246,10 +247,22 @@ def steps_of(row: Rotation) -> list[Step]:
     else:
         states = list(_forward(row, stage))
     current = states.index(stage)
+    times = [_time_of(row, state) for state in states]
     return [
-        Step(_label(row, state, index == current), _place(row, index - current), _time_of(row, state))
+        Step(
+            _label(row, state, index == current),
+            _place(row, index - current),
+            times[index],
+            _took(*times[index : index + 2]) if index < current else "",
+        )
         for index, state in enumerate(states)
     ]
+
+
+def _took(entered_at: datetime | None, left_at: datetime | None) -> str:
+    """Return how long a state lasted, if both times are known. After a roll back an earlier use may count again."""
+    is_known = entered_at is not None and left_at is not None and entered_at <= left_at
+    return f"took {duration(left_at - entered_at)}" if is_known else ""
 
 
 def _forward(row: Rotation, stage: RotationState) -> Iterator[RotationState]:

@@ -16,6 +16,7 @@ from django.utils.safestring import SafeString
 from keyvault.admin.framework.components import Day, MonthGrid
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.pages import page
+from keyvault.admin.framework.shown_environment import environment_of
 from keyvault.admin.framework.widgets import NOTHING, Link, Table, badge, counted, link, moment
 from keyvault.domain.environments import Environment
 from rotation.admin.schedule_widgets import credential_link
@@ -48,9 +49,11 @@ class _Query:
     """What the query string chooses. Unknown values are ignored.
 
     `month`: its first day. `day`: only dates that are requested on it. `after`: where the page of the list begins.
+    `is_shown_alone`: the environment is the one that the operator has chosen for all pages.
     """
 
     environment: Environment | None
+    is_shown_alone: bool
     merchant: str | None
     month: date
     day: date | None
@@ -70,6 +73,8 @@ class _Query:
 
 def calendar_view(site: AdminSite, request: HttpRequest, base: str, crumbs: Sequence[Link]) -> HttpResponse:
     """Show the calendar, filtered by `environment`, `merchant`, `month` and `day` of the query string.
+
+    The environment that the operator has chosen for all pages goes before the one of the query string.
 
     `base`: address of the page.
     """
@@ -97,11 +102,12 @@ def calendar_view(site: AdminSite, request: HttpRequest, base: str, crumbs: Sequ
 
 
 def _read_query(request: HttpRequest, base: str, today: date) -> _Query:
-    value = request.GET.get("environment", "")
+    shown, value = environment_of(request), request.GET.get("environment", "")
     day = _read_date(request.GET.get("day", ""), today)
     month = _read_date(f"{request.GET.get('month', '')}-01", today)
     return _Query(
-        Environment(value) if value in {env.value for env in Environment} else None,
+        shown or (Environment(value) if value in {env.value for env in Environment} else None),
+        shown is not None,
         request.GET.get("merchant") or None,
         (day or month or today).replace(day=1),
         day,
@@ -225,7 +231,7 @@ def _links(query: _Query, after: DatePosition | None) -> Iterable[Link]:
     if when:
         yield Link("Show the next dates", query.url_with())
     for env in (None, *(each.value for each in Environment)):
-        if env != query.environment:
+        if env != query.environment and not query.is_shown_alone:
             yield Link(f"Show {env or 'both environments'}", query.url_with(environment=env, **when))
     if query.merchant is not None:
         yield Link("Show all merchants", query.url_with(merchant=None, **when))

@@ -160,12 +160,15 @@ def test_site_front_page_states_that_more_items_exist_than_it_counts(
 ) -> None:
     """The front page reads a bounded number of rows, and does not present that number as the total."""
     monkeypatch.setattr(attention, "MAX_ROWS", 2)
+    monkeypatch.setattr(attention, "MAX_DECIDABLE", 2)
     for label in ("first", "second"):
         request_key(desk.production, label=label, by=desk.tam)
     counted = '<span class="count">2{}</span>'.format
     assert counted("") in text_of(browser(desk.tam).get("/admin/"))
+    assert "2 items you can act on" in text_of(browser(desk.approver).get("/admin/"))
     request_key(desk.production, label="third", by=desk.tam)
     assert counted("+") in text_of(browser(desk.tam).get("/admin/"))
+    assert "2+ items you can act on" in text_of(browser(desk.approver).get("/admin/"))
 
 
 @pytest.mark.parametrize("word", ["KEY", "CREDENTIAL", "acme"])

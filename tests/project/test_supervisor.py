@@ -317,6 +317,8 @@ def worker_of(running: Running) -> int | None:
 def test_run_serves_what_it_prints_restarts_programs_and_stops_on_sigterm(running: Running) -> None:
     """Guarantee: SIGTERM ends everything that `make run` started, in order, with exit 0."""
     running.read_until(READY)
+    # A passkey is bound to a domain, which an address is not.
+    assert re.search(r"^  console +http://localhost:\d+/admin/$", running.text, re.MULTILINE)
     decision = send_as_printed(running.text)
     assert (decision["allowed"], decision["merchant_id"]) == (True, "acme")
     for operator in ("admin", "approver", "auditor", "responder", "tam"):

@@ -155,7 +155,8 @@ def attention_context(request: HttpRequest, found: FoundAttention) -> dict[str, 
     items: list[AttentionItem] = []
     for item, ids in ranked:
         is_shown = ids and sum(bool(each.lines) for each in items) < _MAX_SHOWN_ITEMS
-        items.append(item.read(request, ids) if is_shown else item.item(count=min(len(ids), MAX_ROWS)))
+        some = item.item(count=min(len(ids), MAX_ROWS), has_more=len(ids) > MAX_ROWS)
+        items.append(item.read(request, ids) if is_shown else some)
     urgent = [item for item in items if item.tone in URGENT_TONES]
     own = {line.url for item in urgent for line in item.lines[:_MAX_SHOWN_PER_ITEM]}
     return {
@@ -165,6 +166,7 @@ def attention_context(request: HttpRequest, found: FoundAttention) -> dict[str, 
         ],
         "waiting_items": [item for item in items if item.tone not in URGENT_TONES and item.lines],
         "attention_count": sum(item.count for item in urgent),
+        "attention_has_more": any(item.has_more for item in urgent),
     }
 
 

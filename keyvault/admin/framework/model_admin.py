@@ -46,6 +46,7 @@ from keyvault.admin.framework.shown_environment import environment_of, shown_sco
 from keyvault.admin.framework.sign_in import second_factor_url
 from keyvault.admin.framework.step_up import answer_locked, is_step_up_due, refuse_step_up, step_up_context
 from keyvault.admin.framework.widgets import Detail, Difference, Extras, FactTable, Line, Link, Table, moment
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import (
     KeyvaultError,
     NotFoundError,
@@ -121,18 +122,28 @@ class ConsoleList(ChangeList):
     next_url, first_url = "", ""
     """Query strings of the next page and, on a later page, of the first one; empty: there is none."""
 
+    production_rows: frozenset[int] = frozenset()
+    """Places of the shown rows of production, which are marked."""
+
     def get_results(self, request: HttpRequest) -> None:
         cursor = request.GET.get(PAGE_VAR, "")
         keyset = Keyset(self.queryset)
         found = _read_first(request, keyset.rows_after(cursor), self.list_per_page + 1)
         self.result_list = found[: self.list_per_page]
         self.result_count = len(self.result_list)
+        self.production_rows = frozenset(
+            number for number, row in enumerate(self.result_list) if self._environment_of(row) == Environment.PRODUCTION
+        )
         if len(found) > self.list_per_page and (after := keyset.cursor_of(found[self.list_per_page - 1])):
             self.next_url = self.get_query_string({PAGE_VAR: after})
         if cursor:
             self.first_url = self.get_query_string()
         self.full_result_count, self.show_full_result_count, self.show_admin_actions = None, False, False
         self.can_show_all, self.multi_page = False, False
+
+    def _environment_of(self, row: Model) -> str:
+        model_admin = self.model_admin
+        return model_admin.environment_of_row(row) if isinstance(model_admin, ConsoleModelAdmin) else ""
 
     def url_for_result(self, result: Model) -> str:
         model_admin = self.model_admin
@@ -372,7 +383,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "title": detail.title,
             "detail": detail,
             "stepper": Stepper(detail.steps) if detail.steps else None,
-            "page_environment": self._environment_of(row),
+            "page_environment": self.environment_of_row(row),
             "changes": self._changes(row),
             "decisions": decisions,
             "decision_facts": self._decision_facts(row) if decisions else None,
@@ -411,6 +422,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             summary=self.summary(row),
             crumbs=[*self._crumbs(), back],
             back=back,
+            environment=self.environment_of_row(row),
         )
 
     def _action_view(self, action: RowAction, request: HttpRequest, object_id: str) -> HttpResponse:
@@ -508,6 +520,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
                 summary=None if row is None else self.summary(row),
                 crumbs=self._crumbs(),
                 back=back,
+                environment="" if row is None else self.environment_of_row(row),
                 beside=result.beside,
                 then=[
                     self._link(row, action.name, action.label)
@@ -579,10 +592,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             ],
         )
 
-    def _environment_of(self, row: Any) -> str:
-        """Return the environment of the row's account; empty: it has none."""
+    def environment_of_row(self, row: Any) -> str:
+        """Return the environment of the row or of its account; empty: it has none."""
         account = self.account_of(row)
-        return "" if account is None else str(account.environment)
+        return str(getattr(row, "environment", None) or "") if account is None else str(account.environment)
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
         """Whether the state of the row and the operator allow the action; the service checks both again."""
@@ -667,7 +680,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "summary": self.summary(row),
             "crumbs": [*self._crumbs(), back],
             "back": back,
-            "page_environment": self._environment_of(row),
+            "page_environment": self.environment_of_row(row),
         }
 
     def _form_context(self, action: RowAction, row: Any) -> dict[str, Any]:

@@ -121,14 +121,16 @@ def secret_page(
     summary: FactTable | None,
     crumbs: Sequence[Link],
     back: Link,
+    environment: str,
     beside: FactTable | None = None,
     then: Sequence[Link] = (),
 ) -> HttpResponse:
-    """Render the only page that shows a secret.
+    """Render the only page that shows a secret. `environment`: where it is valid; empty: in more than one.
 
     The secret is in the response body only, so neither a reload nor a cache can show it again.
     """
     context = {
+        "page_environment": environment,
         "title": title,
         "secret": secret.reveal(),
         "note": note,

@@ -226,6 +226,7 @@ class KeyAdmin(ConsoleModelAdmin):
         detail = receipt_detail(receipt, key_link(key), str(key.credential.account))
         crumbs = [*self._crumbs(), Link(self.name_of(key), self.url_of(key))]
         context = {"title": detail.title, "detail": detail, "sections": detail.sections, "crumbs": crumbs}
+        context["page_environment"] = self.environment_of_row(key)
         return live_page(self.admin_site, request, "detail", context, seconds=detail.refresh_seconds)
 
     def account(self, key: Key) -> str:

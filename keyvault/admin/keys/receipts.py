@@ -105,4 +105,4 @@ def _format_milliseconds(at: datetime | None) -> SafeString:
     if at is None:
         return format_html('<span class="quiet">{}</span>', "not yet")
     text = f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03}"
-    return format_html('<time datetime="{}">{}</time>', at.isoformat(), text)
+    return format_html('<time datetime="{}" title="{} UTC">{}</time>', at.isoformat(), text, text)

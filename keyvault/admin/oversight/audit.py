@@ -48,6 +48,7 @@ from keyvault.admin.framework.widgets import (
 from keyvault.admin.oversight.audit_export import exported_scopes
 from keyvault.domain.audit import PLATFORM_CHAIN, account_chain, chains_with
 from keyvault.domain.digests import PEPPER_SET
+from keyvault.domain.environments import Environment
 from keyvault.models import Account, AuditChain, AuditEntry, ConsoleSession, LimitOverride, Operator, PepperVersion
 from keyvault.services.audit.checkpoints import CheckpointStatus, list_checkpoint_status
 from keyvault.services.audit.events import list_events
@@ -238,6 +239,11 @@ class AuditEntryAdmin(ConsoleModelAdmin):
     @admin.display(description="account")
     def account(self, entry: AuditEntry) -> str:
         return entry.chain_id.removeprefix(_ACCOUNT)
+
+    def environment_of_row(self, row: AuditEntry) -> str:
+        """Return the environment of the account that the chain is of; empty: it is of none."""
+        name = row.chain_id.rpartition("/")[2]
+        return name if name in set(Environment) else ""
 
     when = moment_column("when", "at")
 

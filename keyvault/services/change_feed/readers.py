@@ -35,6 +35,7 @@ from keyvault.domain.errors import (
     StateConflictError,
 )
 from keyvault.domain.ids import Subject
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import (
     Confirmation,
     Credential,
@@ -339,7 +340,7 @@ def _is_in_scope(service: Service, subject: Subject, known: dict[Subject, tuple[
 def _time_faults(report: UsageReport, now: datetime) -> Iterable[Fault]:
     latest = now + LOST_AFTER
     if report.flushed_through > latest:
-        yield Fault("/flushed_through", f"is later than the server's time, {now.isoformat()}; correct the clock")
+        yield Fault("/flushed_through", f"is later than the server's time, {format_timestamp(now)}; correct the clock")
     for number, use in enumerate(report.uses):
         if not now - _OLDEST_USE <= use.first_at <= use.last_at <= latest:
             yield Fault(

@@ -4,9 +4,9 @@ While nothing has changed, the service holds a read open for a quarter of the st
 when the read was sent plus that waiting time. A slow connection therefore shortens the use of the memory, and never
 extends it.
 
-Two threads read and three confirm, each over a connection of its own: on a long line another read is open while a
-reply is under way, and a stalled connection delays no receipt by more than the next read. Only one of them registers
-the reader, because the service expects an empty memory then.
+Two threads read and three confirm, each over a connection of its own. While a reply is in flight, another read is open;
+a stalled connection delays no receipt by more than the next read. Only one of them registers the reader, because the
+service expects an empty memory then.
 """
 
 import logging
@@ -175,7 +175,7 @@ class RemoteFollower(BackgroundThread):
             stop.wait(_REGISTERING_PAUSE_SECONDS if self._after is None else max(0.0, pause))
 
     def _end(self) -> None:
-        """Vouch for nothing from now on, also not by a reply that is still under way."""
+        """Allow nothing from memory from now on. A reply that is still in flight changes nothing."""
         with self._lock:
             self._starts += 1
             self._withdraw()

@@ -1,5 +1,6 @@
 """The console's frame: search, environment switch, live pages, late forms and the number of queries."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from keyvault.access.scopes import AccessScope
 from keyvault.models import UsageTotal, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.totals import start_of_slot, write_totals
-from tests.admin.desk import Desk, address, browser, text_of
+from tests.admin.desk import Desk, address, browser, make_refusal, text_of
 from tests.factories import PRODUCTION, SANDBOX, issue, make_operator, now, request_key
 
 pytestmark = pytest.mark.database
@@ -72,8 +73,31 @@ def test_environment_switch_limits_lists_and_marks_production(desk: Desk) -> Non
     listed = client.get(keys)
     assert [row.pk for row in listed.context["cl"].result_list] == [production.pk]
     assert 'class="is-production"' in text_of(listed)
+    calendar = address("rotation_rotationschedule_calendar")
+    assert "Calendar of rotations" in text_of(client.get(calendar, {"environment": SANDBOX}))
+    assert client.get(calendar, {"environment": SANDBOX}).context["page_environment"] == PRODUCTION
+    assert "Show sandbox" not in text_of(client.get(calendar))
     client.post(address("environment"), {"environment": ""})
+    assert "Show sandbox" in text_of(client.get(calendar))
     assert {row.pk for row in client.get(keys).context["cl"].result_list} == {sandbox.pk, production.pk}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["keyvault_key", "keyvault_credential", "keyvault_issuancerequest", "keyvault_auditentry", "keyvault_refusal"],
+)
+def test_list_marks_the_rows_of_production(desk: Desk, name: str) -> None:
+    """Guarantee: production is recognized in a list of both environments."""
+    for place in (desk.sandbox, desk.production):
+        issue(place)
+        make_refusal(f"{place.environment:R<22}", environment=place.environment)
+    listed = browser(desk.admin).get(address(f"{name}_changelist"))
+    rows = listed.context["cl"].result_list
+    table = text_of(listed).partition("<tbody>")[2].partition("</tbody>")[0]
+    marked = re.findall(r'<tr( class="of-production")?><', table)
+    admin = listed.context["cl"].model_admin
+    assert [bool(mark) for mark in marked] == [admin.environment_of_row(row) == PRODUCTION for row in rows]
+    assert len({bool(mark) for mark in marked}) == 2
 
 
 def test_overview_of_an_operator_of_one_merchant_states_nothing_about_all_verifications(desk: Desk) -> None:

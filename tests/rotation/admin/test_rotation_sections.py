@@ -1,6 +1,6 @@
 """The timeline on a rotation's page: progress forward, in a rollback, or where the rotation ended early."""
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -57,6 +57,18 @@ def test_timeline_forward_shows_completed_and_future_steps(state: S, columns: di
         (label, "done" if place < here else "current" if place == here else "ahead")
         for place, label in enumerate(FORWARD)
     ]
+
+
+def test_timeline_says_how_long_the_states_took_whose_ends_are_known() -> None:
+    columns = {"accepted_at": AT, "delivered_at": AT + timedelta(minutes=2), "used_at": AT + timedelta(days=3)}
+    row = Rotation(state=S.OVERLAP, created_at=AT, predecessor=OLD_KEY, **MADE, **columns)
+    row.entered_at = AT + timedelta(days=4, minutes=2)
+    assert {step.label: step.note for step in steps_of(row) if step.note} == {
+        "publishing": "took 2 min",
+        "awaiting proof": "took 4 d",
+    }
+    row.delivered_at = AT - timedelta(minutes=1)
+    assert "publishing" not in {step.label for step in steps_of(row) if step.note}
 
 
 def test_timeline_of_a_completed_rotation_is_fully_done() -> None:
