@@ -261,8 +261,9 @@ def steps_of(row: Rotation) -> list[Step]:
 
 def _took(entered_at: datetime | None, left_at: datetime | None) -> str:
     """Return how long a state lasted, if both times are known. After a roll back an earlier use may count again."""
-    is_known = entered_at is not None and left_at is not None and entered_at <= left_at
-    return f"took {duration(left_at - entered_at)}" if is_known else ""
+    if entered_at is None or left_at is None or left_at < entered_at:
+        return ""
+    return f"took {duration(left_at - entered_at)}"
 
 
 def _forward(row: Rotation, stage: RotationState) -> Iterator[RotationState]:

@@ -155,8 +155,10 @@ def attention_context(request: HttpRequest, found: FoundAttention) -> dict[str, 
     items: list[AttentionItem] = []
     for item, ids in ranked:
         is_shown = ids and sum(bool(each.lines) for each in items) < _MAX_SHOWN_ITEMS
-        some = item.item(count=min(len(ids), MAX_ROWS), has_more=len(ids) > MAX_ROWS)
-        items.append(item.read(request, ids) if is_shown else some)
+        if is_shown:
+            items.append(item.read(request, ids))
+        else:
+            items.append(item.item(count=min(len(ids), MAX_ROWS), has_more=len(ids) > MAX_ROWS))
     urgent = [item for item in items if item.tone in URGENT_TONES]
     own = {line.url for item in urgent for line in item.lines[:_MAX_SHOWN_PER_ITEM]}
     return {
