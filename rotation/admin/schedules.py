@@ -12,6 +12,7 @@ from django.urls import URLPattern, path, reverse
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import EVERYWHERE, AccessScope
+from keyvault.admin.framework.accounts import accounts_in_scope
 from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
@@ -41,13 +42,14 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
-from keyvault.models import Account, Credential
+from keyvault.models import Account, Credential, Merchant
 from rotation.admin.schedule_calendar import calendar_view
 from rotation.admin.schedule_forms import EditForm, ScheduleForm, scope_from, terms_from
 from rotation.admin.schedule_widgets import (
     format_schedule_window,
     format_scope,
     next_facts,
+    next_table,
     rotations_table,
     schedule_facts,
     schedules_in_scope,
@@ -217,7 +219,10 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """Add the next scheduled rotation and links to the schedules to the page of an account or credential."""
+        """Add the next scheduled rotations and links to the schedules to the page of what they are of."""
+        if isinstance(row, Merchant) and self.has_view_permission(request):
+            links = [Link("Calendar of rotations", f"{self._calendar_url()}?merchant={row.pk}")]
+            return Extras(links=links, sections=[next_table(accounts_in_scope(request, row))])
         if not isinstance(row, Account | Credential) or not self.has_view_permission(request):
             return None
         account = row if isinstance(row, Account) else row.account

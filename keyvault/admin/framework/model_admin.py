@@ -251,6 +251,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the account that a grant for the row applies to; None for the platform."""
         return None
 
+    def links_of(self, merchant: Model) -> Extras:
+        """Return a link to the rows of this admin that belong to the merchant. A search of the list finds its id."""
+        return Extras(links=[Link(self.plural, self.list_url(f"?q={merchant.pk}"))])
+
     def scope_of(self, row: Any) -> AccessScope:
         """Return the accounts that a row of no particular account concerns."""
         return EVERYWHERE

@@ -201,3 +201,14 @@ def test_page_of_a_merchant_leads_to_a_key_request_for_it(desk: Desk) -> None:
     assert f'href="{form}">Request a key' in text_of(browser(desk.tam).get(page))
     assert 'name="merchant" value="acme"' in text_of(browser(desk.tam).get(form))
     assert "Request a key</a>" not in text_of(browser(desk.auditor).get(page))
+
+
+@pytest.mark.parametrize(
+    "page", ["keyvault_refusal", "keyvault_webhookendpoint", "keyvault_providerconnection", "keyvault_limitoverride"]
+)
+def test_page_of_a_merchant_leads_to_what_is_its_own(desk: Desk, page: str) -> None:
+    """Guarantee: denials, webhooks, connections and limits of a merchant are one click from its page."""
+    client = browser(desk.admin)
+    url = f"{address(f'{page}_changelist')}?q=acme"
+    assert f'href="{url}"' in text_of(client.get(address("keyvault_merchant_change", "acme")))
+    assert client.get(url).status_code == 200

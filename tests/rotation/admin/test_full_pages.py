@@ -159,6 +159,16 @@ def test_page_of_a_full_credential_makes_few_queries(desk: Desk, is_open: bool) 
     assert len(queries) <= MAX_QUERIES
 
 
+def test_page_of_a_full_merchant_makes_few_queries(desk: Desk) -> None:
+    """Guarantee: so does that of a merchant with keys in both environments, traffic, rotations and a schedule."""
+    make_full_rotation(desk, KeyKind.PRIVATE)
+    key, _ = issue(desk.sandbox)
+    use(key, UseOutcome.ALLOWED, "192.0.2.9")
+    url = address("keyvault_merchant_change", "acme")
+    queries = count_queries(browser(make_operator("viewer", *Role)), url)
+    assert len(queries) <= MAX_QUERIES
+
+
 @pytest.mark.parametrize("is_dead", [False, True], ids=["active", "compromised"])
 @pytest.mark.parametrize("kind", KeyKind)
 def test_page_of_a_full_key_makes_few_queries(desk: Desk, kind: KeyKind, is_dead: bool) -> None:
