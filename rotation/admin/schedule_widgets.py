@@ -11,16 +11,12 @@ from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import NOTHING, FactTable, Table, badge, link, moment, mono
 from keyvault.domain.environments import Environment
-from keyvault.models import Account
 from rotation.admin.plan_fields import WEEKDAYS, show_override
 from rotation.domain.plan_fields import SHARED_FIELDS
 from rotation.domain.windows import clock_text
-from rotation.models import BlackoutCalendar, RotationSchedule, ScheduledCredential
+from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.services.schedules.calendar import ScheduledDate
 from rotation.services.schedules.schedules import find_draft, partial_draft
-
-_MAX_NEXT = 5
-"""Maximum number of scheduled rotations on the page of a merchant, the earliest first."""
 
 _MAX_ROTATIONS = 20
 """Maximum number of rotations on the page of a schedule or standing approval, the latest first."""
@@ -36,26 +32,6 @@ def next_facts(date: ScheduledDate | None) -> FactTable:
         ("Schedule", date.schedule),
     ]
     return FactTable("Next scheduled rotation", [*rows, *([("Reason", date.why)] if date.why else [])])
-
-
-def next_table(accounts: Iterable[Account]) -> Table:
-    """Return the next scheduled rotations of these accounts, the earliest first."""
-    rows = ScheduledCredential.objects.filter(account__in=[each.pk for each in accounts], ask_at__isnull=False)
-    dates = rows.select_related("credential").order_by("ask_at")[: _MAX_NEXT + 1]
-    return Table(
-        f"Next scheduled rotations: the first {_MAX_NEXT}" if len(dates) > _MAX_NEXT else "Next scheduled rotations",
-        ["credential", "environment", "requested", "last refusal"],
-        [
-            [
-                credential_link(each.credential_id, each.credential.label or each.credential_id),
-                badge(each.environment),
-                moment(each.ask_at),
-                each.why or NOTHING,
-            ]
-            for each in dates[:_MAX_NEXT]
-        ],
-        empty="No scheduled rotations. Put keys on a schedule to see their dates here.",
-    )
 
 
 def credential_link(credential_id: str, label: str) -> SafeString:

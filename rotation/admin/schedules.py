@@ -12,7 +12,6 @@ from django.urls import URLPattern, path, reverse
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import EVERYWHERE, AccessScope
-from keyvault.admin.framework.accounts import accounts_in_scope
 from keyvault.admin.framework.actions import (
     ActionResult,
     Cleaned,
@@ -49,7 +48,6 @@ from rotation.admin.schedule_widgets import (
     format_schedule_window,
     format_scope,
     next_facts,
-    next_table,
     rotations_table,
     schedule_facts,
     schedules_in_scope,
@@ -219,10 +217,9 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """Add the next scheduled rotations and links to the schedules to the page of what they are of."""
+        """Add the next scheduled rotation of a credential to its page, and links to the calendar and the schedules."""
         if isinstance(row, Merchant) and self.has_view_permission(request):
-            links = [Link("Calendar of rotations", f"{self._calendar_url()}?merchant={row.pk}")]
-            return Extras(links=links, sections=[next_table(accounts_in_scope(request, row))])
+            return Extras(links=[Link("Calendar of rotations", f"{self._calendar_url()}?merchant={row.pk}")])
         if not isinstance(row, Account | Credential) or not self.has_view_permission(request):
             return None
         account = row if isinstance(row, Account) else row.account
