@@ -39,15 +39,18 @@ def running(what: str, folder: Path, **settings: str) -> Iterator["subprocess.Po
             process.wait()
 
 
+def set_up(folder: Path) -> None:
+    make_migrated_data_folder(folder)
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("KEYVAULT_")}
+    environ["KEYVAULT_DATA_DIR"] = str(folder)
+    subprocess.run([sys.executable, "manage.py", "setup"], cwd=ROOT, env=environ, check=True, capture_output=True)
+
+
 @pytest.fixture(scope="module")
 def set_up_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Set up one data folder; each test gets a copy."""
     folder = tmp_path_factory.mktemp("installation") / "data"
-    make_migrated_data_folder(folder)
-    environ = {name: text for name, text in os.environ.items() if not name.startswith("KEYVAULT_")}
-    command = [sys.executable, "manage.py", "setup"]
-    environ["KEYVAULT_DATA_DIR"] = str(folder)
-    subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True)
+    set_up(folder)
     return folder
 
 

@@ -34,7 +34,7 @@ from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Link, Table, badge, link, mono
 from keyvault.domain.environments import Environment
-from keyvault.models import Account, LimitOverride, Merchant
+from keyvault.models import Account, LimitOverride
 from keyvault.services.catalog.catalog import current_catalog, limit_of
 from keyvault.services.limits.defaults import default_limit
 from keyvault.services.limits.overrides import (
@@ -205,9 +205,7 @@ class LimitOverrideAdmin(AccountRowAdmin):
         return Detail(title=self.name_of(row), state=_state(row), sections=[self.summary(row)], notes=notes)
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """Add the limits of an account to its page, with a link to set them; a link to that of a merchant."""
-        if isinstance(row, Merchant) and self.has_view_permission(request):
-            return self.links_of(row)
+        """Add the limits of an account to its page, with a link to set them."""
         if not isinstance(row, Account) or not self.has_view_permission(request):
             return None
         found = account_limit_in_force(row)

@@ -100,6 +100,7 @@ class AccountRowAdmin(ConsoleModelAdmin):
     """Model admin of rows with an account."""
 
     account_lookup = "account"
+    is_linked_from_merchants = True
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("account__merchant")

@@ -53,7 +53,7 @@ from keyvault.domain.errors import (
     RequestInvalidError,
     StateConflictError,
 )
-from keyvault.models import Account
+from keyvault.models import Account, Merchant
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
@@ -199,6 +199,9 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     has_environments = True
     """Whether the switch of the environment limits the list. A model of the installation has none."""
 
+    is_linked_from_merchants = False
+    """Whether the page of a merchant links its rows in the list, which a search for the merchant's id finds."""
+
     row_actions: tuple[RowAction, ...] = ()  # not `actions`, which are the bulk actions of Django's admin
     secret_views: tuple[SecretView, ...] = ()
     create_actions: tuple[CreateAction, ...] = ()
@@ -251,10 +254,6 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the account that a grant for the row applies to; None for the platform."""
         return None
 
-    def links_of(self, merchant: Model) -> Extras:
-        """Return a link to the rows of this admin that belong to the merchant. A search of the list finds its id."""
-        return Extras(links=[Link(self.plural, self.list_url(f"?q={merchant.pk}"))])
-
     def scope_of(self, row: Any) -> AccessScope:
         """Return the accounts that a row of no particular account concerns."""
         return EVERYWHERE
@@ -302,6 +301,11 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         """Return what this model admin adds to the page of another model's row."""
         return None
+
+    def _merchant_links(self, request: HttpRequest, row: Model) -> Iterator[Link]:
+        """Yield a link to the rows of the merchant, if the other model's row is one."""
+        if self.is_linked_from_merchants and isinstance(row, Merchant) and self.has_view_permission(request):
+            yield Link(self.plural, self.list_url(f"?q={row.pk}"))
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
@@ -398,6 +402,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "links": [
                 *(self._link(row, view.name, view.label) for view in self.secret_views if view.is_available(row)),
                 *(link for extra in extras for link in extra.links),
+                *(link for other in others for link in other._merchant_links(request, row)),
             ],
             "actions": [
                 {"action": action, "url": self.url_of(row, action.name)}

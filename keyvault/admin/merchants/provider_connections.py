@@ -47,7 +47,7 @@ from keyvault.admin.framework.widgets import (
 from keyvault.domain.connections import MAX_BYTES
 from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Account, Merchant, ProviderConnection
+from keyvault.models import Account, ProviderConnection
 from keyvault.services.secrets.backend import find_backend_location
 from keyvault.services.secrets.provider_connections import (
     connection_id,
@@ -206,9 +206,7 @@ class ProviderConnectionAdmin(AccountRowAdmin):
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """Add the provider connections of an account to its page, and a link to them to that of a merchant."""
-        if isinstance(row, Merchant) and self.has_view_permission(request):
-            return self.links_of(row)
+        """Add the provider connections of an account to its page."""
         if not isinstance(row, Account) or not self.has_view_permission(request):
             return None
         links = []

@@ -45,7 +45,7 @@ from keyvault.admin.framework.widgets import (
     moment,
     mono,
 )
-from keyvault.models import Account, DeliveryState, Merchant, WebhookDelivery, WebhookEndpoint
+from keyvault.models import Account, DeliveryState, WebhookDelivery, WebhookEndpoint
 from keyvault.services.webhooks.endpoints import (
     DEFAULT_OVERLAP_HOURS,
     MAX_OVERLAP_HOURS,
@@ -225,8 +225,6 @@ class WebhookEndpointAdmin(AccountRowAdmin):
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        if isinstance(row, Merchant) and self.has_view_permission(request):
-            return self.links_of(row)
         if not isinstance(row, Account):
             return None
         links = []

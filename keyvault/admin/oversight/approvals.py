@@ -189,12 +189,11 @@ def _find_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> 
 
 
 def _review(request: HttpRequest, model_admin: ConsoleModelAdmin, row: Any) -> ReviewedRow:
-    account = model_admin.account_of(row)
     return ReviewedRow(
         model_admin,
         row,
         model_admin.name_of(row),
-        str(getattr(row, "environment", "")) if account is None else str(account.environment),
+        model_admin.environment_of_row(row),
         changes_table(model_admin.changes(row), title=""),
         model_admin.approval_form(row),
         _find_fault(request, model_admin, row),

@@ -2,7 +2,7 @@
 
 from django.contrib import admin
 from django.contrib.admin import AdminSite
-from django.db.models import Model, Q, QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
 from django.utils.html import format_html
@@ -17,7 +17,6 @@ from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
-    Extras,
     FactTable,
     badge,
     identifier,
@@ -27,7 +26,7 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.admin.oversight.explain import explain_view, verdict_sections
 from keyvault.domain.errors import ErrorCode
-from keyvault.models import Merchant, Refusal
+from keyvault.models import Refusal
 from keyvault.wire.entry_points import VerificationEntryPoint
 
 _BY_CODE = {code.value: Q(code=code.value) for code in ErrorCode}
@@ -41,6 +40,7 @@ ENTRY_POINT_FILTER = state_filter(
 class RefusalAdmin(ConsoleModelAdmin):
     view_permissions = (P.VERDICTS_EXPLAIN,)
     menu, singular, plural = "Explain a denial", "Denied request", "Denied requests"
+    is_linked_from_merchants = True
     id_pattern = r"[0-9A-Za-z._~-]{16,32}"
 
     list_display = ("request_id", "when", "code", "endpoint", "key")
@@ -60,11 +60,6 @@ class RefusalAdmin(ConsoleModelAdmin):
     @admin.display(description="key")
     def key(self, row: Refusal) -> SafeString | str:
         return _key(row)
-
-    def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """Add a link to the denied requests of a merchant to its page."""
-        is_shown = isinstance(row, Merchant) and self.has_view_permission(request)
-        return self.links_of(row) if is_shown else None
 
     def summary(self, row: Refusal) -> FactTable:
         return FactTable(

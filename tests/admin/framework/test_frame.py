@@ -3,19 +3,23 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import pytest
 from django.db import connection
 from django.test import Client
 
+from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
-from keyvault.models import UsageTotal, UseBucket, UseContext
+from keyvault.domain.revocation import RevocationReason
+from keyvault.models import Change, UsageTotal, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
+from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.usage.totals import start_of_slot, write_totals
 from tests.admin.desk import Desk, address, browser, make_refusal, text_of
-from tests.factories import PRODUCTION, SANDBOX, issue, make_operator, now, request_key
+from tests.factories import PRODUCTION, SANDBOX, grant, issue, make_operator, now, request_key
 
 pytestmark = pytest.mark.database
 
@@ -83,10 +87,16 @@ def test_environment_switch_limits_lists_and_marks_production(desk: Desk) -> Non
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["keyvault_key", "keyvault_credential", "keyvault_issuancerequest", "keyvault_auditentry", "keyvault_refusal"],
+    ("name", "environment"),
+    [
+        ("keyvault_key", "credential.account.environment"),
+        ("keyvault_credential", "account.environment"),
+        ("keyvault_issuancerequest", "account.environment"),
+        ("keyvault_auditentry", "chain_id"),
+        ("keyvault_refusal", "environment"),
+    ],
 )
-def test_list_marks_the_rows_of_production(desk: Desk, name: str) -> None:
+def test_list_marks_the_rows_of_production(desk: Desk, name: str, environment: str) -> None:
     """Guarantee: production is recognized in a list of both environments."""
     for place in (desk.sandbox, desk.production):
         issue(place)
@@ -95,9 +105,24 @@ def test_list_marks_the_rows_of_production(desk: Desk, name: str) -> None:
     rows = listed.context["cl"].result_list
     table = text_of(listed).partition("<tbody>")[2].partition("</tbody>")[0]
     marked = re.findall(r'<tr( class="of-production")?><', table)
-    admin = listed.context["cl"].model_admin
-    assert [bool(mark) for mark in marked] == [admin.environment_of_row(row) == PRODUCTION for row in rows]
+    assert [bool(mark) for mark in marked] == [attrgetter(environment)(row).endswith(PRODUCTION) for row in rows]
     assert len({bool(mark) for mark in marked}) == 2
+
+
+@pytest.mark.parametrize("is_production", [True, False])
+def test_page_of_a_denied_request_and_of_a_receipt_is_marked_in_production(desk: Desk, is_production: bool) -> None:
+    place = desk.production if is_production else desk.sandbox
+    refusal, (key, _) = make_refusal(environment=place.environment), issue(place)
+    revoke_key(grant(desk.admin, P.KEYS_REVOKE, place), key, RevocationReason.SUPERSEDED)
+    sequence = Change.objects.filter(subject_kind="key", subject_id=key.pk).latest("sequence").sequence
+    client = browser(desk.admin)
+    for url in (
+        address("keyvault_refusal_change", refusal.pk),
+        address("keyvault_key_receipt", key.pk, sequence),
+    ):
+        answer = client.get(url)
+        assert answer.status_code == 200
+        assert ('class="is-production"' in text_of(answer)) is is_production, url
 
 
 def test_overview_of_an_operator_of_one_merchant_states_nothing_about_all_verifications(desk: Desk) -> None:

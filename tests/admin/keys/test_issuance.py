@@ -197,6 +197,7 @@ def test_issuance_collected_key_is_shown_once(desk: Desk, environment: str, capl
     assert ("break-glass" in text_of(before)) == (environment == PRODUCTION)
     answer = client.post(page)
     assert answer.status_code == 200
+    assert ('class="is-production"' in text_of(answer)) == (environment == PRODUCTION)
     assert "no-store" in answer["Cache-Control"]
     (secret,) = set(SHAPED.findall(text_of(answer)))
     assert secret not in str(answer.headers)
