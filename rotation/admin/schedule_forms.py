@@ -16,7 +16,7 @@ from rotation.admin.plan_fields import SHARED_GROUP, WINDOW_GROUP, PlanForm, ove
 from rotation.domain.plan_fields import FIELDS, SHARED_FIELDS, PlanOverrides, to_json
 from rotation.domain.windows import clock_text
 from rotation.models import BlackoutCalendar, RotationSchedule
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, find_draft, find_scope, partial_draft
+from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, find_draft, find_scope, partial_draft
 
 
 class TermsForm(PlanForm):
@@ -144,7 +144,7 @@ class EditCalendarForm(VersionedForm, PeriodsForm):
 # --- conversion ------------------------------------------------------------------------------------------------
 
 
-def scope_from(cleaned: Cleaned) -> Scope:
+def scope_from(cleaned: Cleaned) -> ScheduleScope:
     """Build the scope from the form.
 
     Raises:

@@ -10,7 +10,7 @@ from keyvault.domain.errors import NotFoundError
 from keyvault.management.json_command import JsonCommand
 from keyvault.management.mixins import OperatorMixin, add_environment_option
 from rotation.models import RotationSchedule
-from rotation.services.schedules.schedules import Scope, find_schedule, find_scope
+from rotation.services.schedules.schedules import ScheduleScope, find_schedule, find_scope
 
 
 class ScopeMixin(JsonCommand):
@@ -22,7 +22,7 @@ class ScopeMixin(JsonCommand):
         parser.add_argument("--credential", metavar="ID", help="one credential; its schedule overrides all others")
         super().add_options(parser)
 
-    def scope(self, options: Mapping[str, Any]) -> Scope:
+    def scope(self, options: Mapping[str, Any]) -> ScheduleScope:
         """Return the scope. Raises NotFoundError and RequestInvalidError."""
         return find_scope(Environment(options["environment"]), options["merchant"], options["credential"])
 

@@ -77,7 +77,7 @@ from rotation.services.campaigns.campaigns import approve_campaign, request_camp
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation, subject_of
 from rotation.services.rotations.requests import approve_rotation, request_rotation
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_schedule
+from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_schedule
 from rotation.services.schedules.starting import begin_due
 from tests import factories
 from tests.clocks import Clock
@@ -232,7 +232,7 @@ def make_samples(now: datetime) -> Samples:
     scene.set_recipient(key, datetime.now(UTC))
     connecting = grant(scene.tam(), P.CONNECTIONS_WRITE, place)
     set_connection(connecting, place, "stripe", Plaintext("sk_live_platform"))
-    save_schedule(grant(scene.tam(), P.SCHEDULES_WRITE), Scope(PRODUCTION), ScheduleDraft(365))
+    save_schedule(grant(scene.tam(), P.SCHEDULES_WRITE), ScheduleScope(PRODUCTION), ScheduleDraft(365))
     for environment in Environment:
         WorkLease.objects.create(subject=f"reconcile:{environment}", due_at=now + timedelta(days=1))
     _make_short_rows(now)

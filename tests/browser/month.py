@@ -46,7 +46,7 @@ from rotation.services.campaigns.runner import tick
 from rotation.services.rotations.emergency import respond_to_leak
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_calendar, save_schedule
+from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_calendar, save_schedule
 from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock
 from tests.factories import account, grant, issue, make_token, request_key, the_operator
@@ -361,8 +361,8 @@ def list_others(month: Month) -> Iterator[Event]:
         )
         window = Window("Europe/Berlin", (0, 1, 2, 3), 9 * 60, 16 * 60)
         draft = ScheduleDraft(90, jitter_days=10, lead_days=7, window=window, calendar=calendar)
-        save_schedule(month.grant(tam, P.SCHEDULES_WRITE), Scope(PRODUCTION), draft)
-        save_schedule(month.grant(tam, P.SCHEDULES_WRITE), Scope(SANDBOX), ScheduleDraft(180))
+        save_schedule(month.grant(tam, P.SCHEDULES_WRITE), ScheduleScope(PRODUCTION), draft)
+        save_schedule(month.grant(tam, P.SCHEDULES_WRITE), ScheduleScope(SANDBOX), ScheduleDraft(180))
         place = account("globex", PRODUCTION)
         set_account_limit(month.grant(admin, P.LIMITS_WRITE, place), place, Limit(600, 1))
         for merchant_id in ("acme", "globex"):

@@ -25,7 +25,7 @@ from rotation.domain.policy import Plan
 from rotation.models import Rotation
 from rotation.services.rotations.planning import plan_rotation
 from rotation.services.rotations.requests import request_rotation
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_schedule
+from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_schedule
 from tests.admin.desk import address, browser, text_of
 from tests.clocks import Clock
 from tests.factories import make_token, now
@@ -260,5 +260,5 @@ def test_plan_field_past_its_bounds_is_refused_for_schedules_and_campaigns_too(n
         assert sentence in [fault.detail for fault in campaign.value.faults]
         grant = authorize(tam(), P.SCHEDULES_WRITE, now=at)
         with pytest.raises(RequestInvalidError) as schedule:
-            save_schedule(grant, Scope(SANDBOX), ScheduleDraft(cryptoperiod_days=90, overrides=overrides))
+            save_schedule(grant, ScheduleScope(SANDBOX), ScheduleDraft(cryptoperiod_days=90, overrides=overrides))
         assert (f"/overrides/{name}", sentence) in [(fault.pointer, fault.detail) for fault in schedule.value.faults]

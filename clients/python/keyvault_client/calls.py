@@ -14,7 +14,7 @@ _Outcome = TypeVar("_Outcome")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MerchantCall:
     """A call before its checks. `path`: relative to the base URL. `body`: sent unchanged with each attempt."""
 
     method: str
@@ -42,7 +42,7 @@ class Calls(ABC, Generic[_Outcome]):
     """The calls of a client. `_Outcome` is Response, or an awaitable of it."""
 
     @abstractmethod
-    def _start(self, call: Call) -> _Outcome: ...
+    def _start(self, call: MerchantCall) -> _Outcome: ...
 
     def request(
         self,
@@ -65,7 +65,7 @@ class Calls(ABC, Generic[_Outcome]):
         """
         customer_token = None if customer_token is None else as_plaintext(customer_token)
         content = _encode(json) if body is None else body
-        return self._start(Call(method.upper(), path, content, idempotency_key, customer_token))
+        return self._start(MerchantCall(method.upper(), path, content, idempotency_key, customer_token))
 
     def create_order(
         self, amount_minor: int, currency: str, customer_id: str | None = None, *, idempotency_key: str | None = None

@@ -37,8 +37,8 @@ class KeySource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Send a request. The outcome is a Reply or a Failure. `deadline`: a time of `time.monotonic()`."""
+class SendRequest:
+    """Send a request. The outcome is an HttpReply or a Failure. `deadline`: a time of `time.monotonic()`."""
 
     method: str
     url: str
@@ -48,7 +48,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Pause:
     """Wait; the outcome is None."""
 
     seconds: float
@@ -62,11 +62,11 @@ class ReadKey:
     timeout: float
 
 
-Effect = Send | Wait | ReadKey
+ClientEffect = SendRequest | Pause | ReadKey
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class HttpReply:
     """A complete reply. `headers`: names in lower case."""
 
     status: int
@@ -96,5 +96,5 @@ class Failure:
 
 
 Result = TypeVar("Result")
-Steps = Generator[Effect, Any, Result]
+Steps = Generator[ClientEffect, Any, Result]
 """A run of the client's logic. Any: the outcome depends on the effect, see each effect."""

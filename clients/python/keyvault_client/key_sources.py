@@ -9,7 +9,7 @@ from pathlib import Path
 
 from keyvault.domain.plaintext import Plaintext
 from keyvault_client.addresses import parse_base_url
-from keyvault_client.effects import Failure, KeySource, Send
+from keyvault_client.effects import Failure, KeySource, SendRequest
 from keyvault_client.errors import RefusedError
 from keyvault_client.keystrings import as_plaintext
 from keyvault_client.transport import SyncRunner
@@ -94,7 +94,7 @@ class VaultKey:
     def read(self, timeout: float) -> Plaintext:
         """Raises LookupError with the status of the Vault, or when the secret has no such field."""
         deadline = time.monotonic() + timeout
-        send = Send("GET", self._url, {"X-Vault-Token": self._token.read(timeout)}, b"", deadline)
+        send = SendRequest("GET", self._url, {"X-Vault-Token": self._token.read(timeout)}, b"", deadline)
         try:
             reply = self._runner.send(send)
         finally:

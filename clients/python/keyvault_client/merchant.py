@@ -15,8 +15,8 @@ from urllib.parse import unquote
 
 from keyvault.domain.plaintext import Plaintext
 from keyvault_client.addresses import parse_base_url, require_environment
-from keyvault_client.calls import Call, Calls, Response
-from keyvault_client.effects import Failure, KeySource, ReadKey, Reply, Send, Steps, Wait, read_request_id
+from keyvault_client.calls import Calls, MerchantCall, Response
+from keyvault_client.effects import Failure, HttpReply, KeySource, Pause, ReadKey, SendRequest, Steps, read_request_id
 from keyvault_client.errors import (
     DeadlineError,
     KeySourceError,
@@ -81,7 +81,7 @@ class _MerchantLogic:
         self._read_at = 0.0
         self._watching = Lock()
 
-    def call(self, call: Call) -> Steps[Response]:
+    def call(self, call: MerchantCall) -> Steps[Response]:
         call = self._checked(call)
         deadline = time.monotonic() + self._options.deadline
         yield from self.watch(deadline)
@@ -112,7 +112,7 @@ class _MerchantLogic:
             wait = max(answer.retry_after_seconds or 0.0, backoff(attempt))
             if deadline - time.monotonic() < wait or not self._budget.spend():
                 raise answer
-            yield Wait(wait)
+            yield Pause(wait)
             attempt += 1
 
     def watch(self, deadline: float, *, now: bool = False) -> Steps[bool]:
@@ -154,7 +154,7 @@ class _MerchantLogic:
         self._key = found
         return found
 
-    def _reload(self, refused: Plaintext, call: Call, deadline: float) -> Steps[Plaintext | None]:
+    def _reload(self, refused: Plaintext, call: MerchantCall, deadline: float) -> Steps[Plaintext | None]:
         """Return another key after the service refused this one, or None without one."""
         current = self._key
         if current is not None and not is_same(current, refused):
@@ -172,11 +172,11 @@ class _MerchantLogic:
         """Acknowledge with a new key, and return whether the service accepts the key; `unknown` without an answer."""
         if not self._options.acknowledge or kind_and_scope(key)[0] != "prv":
             return True
-        outcome = yield self._request(Call("POST", "/credentials/acknowledge"), key, deadline)
+        outcome = yield self._request(MerchantCall("POST", "/credentials/acknowledge"), key, deadline)
         # 404: the key is valid, and no replacement of an open rotation.
-        if isinstance(outcome, Reply) and outcome.status in {204, 404}:
+        if isinstance(outcome, HttpReply) and outcome.status in {204, 404}:
             return True
-        if isinstance(outcome, Reply) and outcome.status in {401, 403}:
+        if isinstance(outcome, HttpReply) and outcome.status in {401, 403}:
             logger.warning("keyvault: the service refused the new key %s with %d", key_id(key), outcome.status)
             return False
         return unknown
@@ -185,7 +185,7 @@ class _MerchantLogic:
         self._key = key
         logger.info("keyvault: the client uses the key %s from now on", key_id(key))
 
-    def _request(self, call: Call, key: Plaintext, deadline: float) -> Send:
+    def _request(self, call: MerchantCall, key: Plaintext, deadline: float) -> SendRequest:
         headers: dict[str, str | Plaintext] = {"X-Api-Key": key, "Accept": "application/json"}
         if call.body:
             headers["Content-Type"] = "application/json"
@@ -194,9 +194,9 @@ class _MerchantLogic:
         if call.customer_token is not None:
             headers["Authorization"] = Plaintext(f"Bearer {call.customer_token.reveal()}")
         end = min(deadline, time.monotonic() + self._options.attempt_timeout)
-        return Send(call.method, self._base + call.path, headers, call.body, end)
+        return SendRequest(call.method, self._base + call.path, headers, call.body, end)
 
-    def _checked(self, call: Call) -> Call:
+    def _checked(self, call: MerchantCall) -> MerchantCall:
         """Return the call with its Idempotency-Key. Raises RefusedError."""
         if not _METHOD.fullmatch(call.method):
             raise RefusedError("The method is not valid.", refusal="path")
@@ -263,7 +263,7 @@ class MerchantClient(Calls[Response]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _start(self, call: Call) -> Response:
+    def _start(self, call: MerchantCall) -> Response:
         return self._runner.run(self._logic.call(call))
 
 
@@ -290,7 +290,7 @@ class AsyncMerchantClient(Calls[Awaitable[Response]]):
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    def _start(self, call: Call) -> Awaitable[Response]:
+    def _start(self, call: MerchantCall) -> Awaitable[Response]:
         return self._runner.run(self._logic.call(call))
 
 
@@ -307,7 +307,7 @@ def _require_path(path: str) -> None:
         raise RefusedError("The path contains a dot segment.", refusal="path")
 
 
-def _judge(outcome: Reply | Failure) -> Response | KeyvaultError:
+def _judge(outcome: HttpReply | Failure) -> Response | KeyvaultError:
     if isinstance(outcome, Failure):
         return (DeadlineError if outcome.is_deadline else NoAnswerError)(f"no complete answer: {outcome.cause}")
     if not 200 <= outcome.status <= 299:
@@ -323,7 +323,7 @@ def _judge(outcome: Reply | Failure) -> Response | KeyvaultError:
     return UnexpectedAnswerError("the answer is not JSON", status=outcome.status, request_id=outcome.request_id)
 
 
-def _read_problem(reply: Reply) -> KeyvaultError:
+def _read_problem(reply: HttpReply) -> KeyvaultError:
     """Read a problem document (RFC 9457), and ignore what is not one. A proxy's answer may have a request id, too."""
     problem = reply.members()
     code, check = problem.get("code"), problem.get("check")

@@ -18,7 +18,7 @@ import httpx
 from anyio import to_thread
 
 from keyvault.domain.plaintext import Plaintext
-from keyvault_client.effects import Effect, Failure, ReadKey, Reply, Result, Send, Steps, Wait
+from keyvault_client.effects import ClientEffect, Failure, HttpReply, Pause, ReadKey, Result, SendRequest, Steps
 
 MAX_REPLY_BYTES = 4 << 20
 """Maximum size of a reply's body. The service's largest reply is smaller."""
@@ -147,17 +147,17 @@ class SyncRunner:
             self._client.close()
         self._client = None
 
-    def _perform(self, effect: Effect) -> object:
+    def _perform(self, effect: ClientEffect) -> object:
         match effect:
-            case Send():
+            case SendRequest():
                 return self.send(effect)
-            case Wait(seconds):
+            case Pause(seconds):
                 self.sleep(seconds)
                 return None
             case ReadKey():
                 return _read_key(effect)
 
-    def send(self, send: Send) -> Reply | Failure:
+    def send(self, send: SendRequest) -> HttpReply | Failure:
         if self._client is None or self._process != os.getpid():
             self._client, self._process = httpx.Client(transport=self._make(), **_OPTIONS), os.getpid()
         token = _deadline.set(send.deadline)
@@ -201,17 +201,17 @@ class AsyncRunner:
             await self._client.aclose()
         self._client = None
 
-    async def _perform(self, effect: Effect) -> object:
+    async def _perform(self, effect: ClientEffect) -> object:
         match effect:
-            case Send():
+            case SendRequest():
                 return await self.send(effect)
-            case Wait(seconds):
+            case Pause(seconds):
                 await self.sleep(seconds)
                 return None
             case ReadKey():
                 return await to_thread.run_sync(_read_key, effect)
 
-    async def send(self, send: Send) -> Reply | Failure:
+    async def send(self, send: SendRequest) -> HttpReply | Failure:
         if self._client is None:
             self._client = httpx.AsyncClient(transport=self._make(), **_OPTIONS)
         try:
@@ -234,7 +234,7 @@ def _default_tls() -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-def _timeout(send: Send) -> float:
+def _timeout(send: SendRequest) -> float:
     return max(send.deadline - time.monotonic(), 0.001)
 
 
@@ -258,8 +258,8 @@ def _require_size(size: int) -> int:
     return size
 
 
-def _reply(reply: httpx.Response, body: bytes) -> Reply:
-    return Reply(reply.status_code, {name.lower(): value for name, value in reply.headers.items()}, body)
+def _reply(reply: httpx.Response, body: bytes) -> HttpReply:
+    return HttpReply(reply.status_code, {name.lower(): value for name, value in reply.headers.items()}, body)
 
 
 def _failure(error: Exception) -> Failure:

@@ -17,7 +17,7 @@ from keyvault_client.decisions import (
     refuse_unavailable,
     refuse_unreadable,
 )
-from keyvault_client.effects import HEADER_VALUE, Failure, Reply, Send, Steps, read_request_id
+from keyvault_client.effects import HEADER_VALUE, Failure, HttpReply, SendRequest, Steps, read_request_id
 from keyvault_client.errors import RefusedError, printable_code
 from keyvault_client.keystrings import as_plaintext, kind_and_scope
 from keyvault_client.retries import WHOLE_SECONDS
@@ -52,13 +52,13 @@ class ServiceAddress:
         if kind_and_scope(self.token)[0] != "svc":
             raise RefusedError("The service token is not one. A service token begins like kv_svc_.", refusal="key")
 
-    def send(self, method: str, path: str, body: bytes, timeout: float) -> Send:
+    def send(self, method: str, path: str, body: bytes, timeout: float) -> SendRequest:
         """Return the request with the service token. `timeout`: of the whole exchange, in seconds."""
         headers: dict[str, str | Plaintext] = {
             "Authorization": Plaintext(f"Bearer {self.token.reveal()}"),
             "Content-Type": "application/json",
         }
-        return Send(method, self.url + path, headers, body, time.monotonic() + timeout)
+        return SendRequest(method, self.url + path, headers, body, time.monotonic() + timeout)
 
 
 class VerifierLogic:
@@ -159,7 +159,7 @@ class AsyncVerifier:
         await self.close()
 
 
-def _judge(outcome: Reply | Failure, environment: str) -> Decision:
+def _judge(outcome: HttpReply | Failure, environment: str) -> Decision:
     if isinstance(outcome, Failure):
         return refuse_unavailable(outcome.cause)
     members = outcome.members()

@@ -46,7 +46,7 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
 """Narrower than RFC 3986 (3.2.2), which allows `%` and `!` in names. No client uses them."""
 
 
-class RefusedError(Exception):
+class RequestRefusedError(Exception):
     """A request that the connection itself refuses."""
 
     def __init__(self, status: int, code: ErrorCode, detail: str) -> None:
@@ -67,8 +67,8 @@ def refusal(status: int, code: ErrorCode, detail: str, faults: Sequence[Fault] =
     return HttpResponse(status, json.dumps({**found.body, "status": status}).encode(), request_id, headers)
 
 
-def malformed(detail: str) -> RefusedError:
-    return RefusedError(400, ErrorCode.REQUEST_INVALID, detail)
+def malformed(detail: str) -> RequestRefusedError:
+    return RequestRefusedError(400, ErrorCode.REQUEST_INVALID, detail)
 
 
 class Shape:
@@ -157,7 +157,7 @@ class Framing:
 
 
 def judge_headers(headers: Sequence[Header], known: RequestLine, *, is_modern: bool) -> Framing:
-    """Check a head that the parser has accepted. Raises RefusedError."""
+    """Check a head that the parser has accepted. Raises RequestRefusedError."""
     hosts, length, is_chunked, is_continued = 0, 0, False, False
     connection = set()
     for name, value in headers:

@@ -23,8 +23,8 @@ from keyvault.hotpath.http1.framing import (
     HEADERS,
     TARGET_BYTES,
     Header,
-    RefusedError,
     RequestLine,
+    RequestRefusedError,
     judge_headers,
     malformed,
     refusal,
@@ -246,7 +246,7 @@ class Connection(asyncio.Protocol):
         shared.connections.add(self)
         if is_full:
             detail = "This verifier has reached its maximum number of connections. Try again."
-            self._refuse(RefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, detail))
+            self._refuse(RequestRefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, detail))
             self._flush()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -362,7 +362,7 @@ class Connection(asyncio.Protocol):
         is_over = False
         try:
             is_over = self._read()
-        except RefusedError as refused:
+        except RequestRefusedError as refused:
             self._refuse(refused)
         except _PARSER_ERRORS:
             self._refuse(malformed("The request is not valid HTTP/1.1."))
@@ -391,7 +391,7 @@ class Connection(asyncio.Protocol):
     def _read(self) -> bool:
         """Process pieces until data is missing or the connection must wait. Returns True when its turn is over.
 
-        Raises RefusedError.
+        Raises RequestRefusedError.
         """
         answers, written = len(self._answers), 0
         while not (self._is_busy or self._is_blocked or self._state is _State.END):
@@ -430,9 +430,9 @@ class Connection(asyncio.Protocol):
     def _require_short(self, head_bytes: int) -> None:
         if head_bytes > HEAD_BYTES:
             if self._state is _State.LINE:
-                raise RefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
+                raise RequestRefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
             detail = "Request line and headers are longer than 16 KiB, or there are more than 100 headers."
-            raise RefusedError(431, ErrorCode.REQUEST_INVALID, detail)
+            raise RequestRefusedError(431, ErrorCode.REQUEST_INVALID, detail)
 
     def _read_line(self, line: bytes) -> None:
         if line in (b"\r\n", b"\n"):
@@ -445,7 +445,7 @@ class Connection(asyncio.Protocol):
         if request is None:
             raise malformed("The request line is not valid HTTP/1.1.")
         if len(request[1]) > TARGET_BYTES:
-            raise RefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
+            raise RequestRefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
         self._feed(line)
         self._request = request
         self._headers.clear()
@@ -586,7 +586,7 @@ class Connection(asyncio.Protocol):
             written = _fail(error).on_the_wire(end, has_body=has_body)
         self._answers.append(written)
 
-    def _refuse(self, refused: RefusedError) -> None:
+    def _refuse(self, refused: RequestRefusedError) -> None:
         """Send the connection's own response, and discard what the client still sends."""
         answer = refused.answer()
         _log.info("refused", extra={"request_id": answer.request_id, "status": answer.status})
@@ -657,7 +657,7 @@ class Connection(asyncio.Protocol):
         elif self._is_busy:
             if waited > bounds.answer_seconds:
                 self._refuse(
-                    RefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, "The request took too long. Try again.")
+                    RequestRefusedError(503, ErrorCode.DEPENDENCY_UNAVAILABLE, "The request took too long. Try again.")
                 )
                 self._flush()
                 if self._awaited is not None:

@@ -76,7 +76,7 @@ _NO_REPLY = DeliveryAssessment(DeliveryOutcome.RETRY)
 _log = logging.getLogger(__name__)
 
 
-class Send(Protocol):
+class SendMessage(Protocol):
     """The signature of `backends.outbound.post`, or of its substitute in tests."""
 
     def __call__(
@@ -138,7 +138,7 @@ def forget_old_notices(now: datetime) -> None:
 # --- one round -------------------------------------------------------------------------------------------------
 
 
-def deliver_due(clock: Callable[[], datetime] = utc_now, send: Send = post) -> int:
+def deliver_due(clock: Callable[[], datetime] = utc_now, send: SendMessage = post) -> int:
     """Make the attempts that are due in the environments that this process serves, for a few seconds. Return how many.
 
     An environment in which another worker runs a round is left to it. Without a due message nothing is claimed.
@@ -164,7 +164,7 @@ def _has_due(now: datetime) -> bool:
 
 
 def _attempt_all(
-    environments: tuple[str, ...], pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: Send
+    environments: tuple[str, ...], pool: ThreadPoolExecutor, clock: Callable[[], datetime], send: SendMessage
 ) -> int:
     """Run a round. Only this thread uses the database; the pool's threads only send."""
     begun, stop_at = 0, time.monotonic() + BEGIN_SECONDS
@@ -291,7 +291,7 @@ def _begin(delivery: WebhookDelivery, now: datetime) -> bool:
     return True
 
 
-def _prepared(delivery: WebhookDelivery, now: datetime, send: Send) -> Callable[[], Reply]:
+def _prepared(delivery: WebhookDelivery, now: datetime, send: SendMessage) -> Callable[[], Reply]:
     """Return a callable that makes the attempt without a database, or one that raises why it cannot be made."""
     endpoint = delivery.endpoint
     try:

@@ -51,7 +51,7 @@ _MAX_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class ScheduleScope:
     """The subject of a schedule: an environment, one account there, or one private credential."""
 
     environment: Environment
@@ -88,7 +88,7 @@ class ScheduleDraft:
 
 
 def save_schedule(
-    grant: Grant, scope: Scope, draft: ScheduleDraft, *, known: RotationSchedule | None = None
+    grant: Grant, scope: ScheduleScope, draft: ScheduleDraft, *, known: RotationSchedule | None = None
 ) -> RotationSchedule:
     """Create the scope's schedule, or change `known`, and enable it.
 
@@ -212,20 +212,20 @@ def save_calendar(
     return row
 
 
-def find_schedule(scope: Scope) -> RotationSchedule | None:
+def find_schedule(scope: ScheduleScope) -> RotationSchedule | None:
     """Find the schedule of exactly this scope."""
     rows = _rows().filter(environment=scope.environment, account=scope.account, credential=scope.credential)
     found: RotationSchedule | None = rows.first()
     return found
 
 
-def find_scope(environment: Environment, merchant: str | None, credential_id: str | None) -> Scope:
+def find_scope(environment: Environment, merchant: str | None, credential_id: str | None) -> ScheduleScope:
     """Find the scope that these ids name.
 
     Raises NotFoundError for an unknown account, RequestInvalidError for an unknown credential.
     """
     if not credential_id:
-        return Scope(environment, find_account(merchant, environment) if merchant else None)
+        return ScheduleScope(environment, find_account(merchant, environment) if merchant else None)
     rows = Credential.objects.select_related("account__merchant").filter(pk=credential_id)
     if merchant:
         rows = rows.filter(account__merchant=merchant, account__environment=environment)
@@ -234,7 +234,7 @@ def find_scope(environment: Environment, merchant: str | None, credential_id: st
         # The same for an unknown merchant: the operator's scope may not have it.
         whose = f" of {merchant}/{environment}" if merchant else ""
         raise RequestInvalidError("Credential not found.", [Fault("/credential", f"not the id of a credential{whose}")])
-    return Scope(environment, credential=credential)
+    return ScheduleScope(environment, credential=credential)
 
 
 def find_calendar(name: str) -> BlackoutCalendar | None:
@@ -380,11 +380,11 @@ def _require_kept(schedules: Iterable[RotationSchedule], now: datetime) -> None:
         raise RequestInvalidError("The calendar prevents scheduled rotations.", [Fault("/periods", detail)])
 
 
-def scope_of(schedule: RotationSchedule) -> Scope:
-    return Scope(Environment(schedule.environment), schedule.account, schedule.credential)
+def scope_of(schedule: RotationSchedule) -> ScheduleScope:
+    return ScheduleScope(Environment(schedule.environment), schedule.account, schedule.credential)
 
 
-def _scope_faults(scope: Scope) -> Iterable[Fault]:
+def _scope_faults(scope: ScheduleScope) -> Iterable[Fault]:
     if scope.account is not None and scope.credential is not None:
         yield Fault("/credential", "an account or a credential, not both")
     if scope.account is not None and scope.account.environment != scope.environment:

@@ -49,7 +49,7 @@ from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.campaigns.campaigns import request_campaign
 from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import request_rotation
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_calendar, save_schedule
+from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_calendar, save_schedule
 from rotation.services.schedules.standing_approvals import request_standing_approval
 from tests.admin.desk import Desk, browser, make_endpoint, make_refusal, with_password
 from tests.factories import (
@@ -283,7 +283,7 @@ def every_row(desk: Desk) -> dict[str, Model]:
         asking, request_rotation(asking, public.credential, PlanOverrides()), now() + timedelta(days=9)
     )
     scheduling = grant(desk.tam, P.SCHEDULES_WRITE)
-    schedule = save_schedule(scheduling, Scope(Environment.PRODUCTION), ScheduleDraft(365))
+    schedule = save_schedule(scheduling, ScheduleScope(Environment.PRODUCTION), ScheduleDraft(365))
     endpoint = make_endpoint()
     limit = set_endpoint_limit(grant(desk.admin, P.LIMITS_WRITE), SANDBOX, endpoint.name, Limit(5, 1))
     assert limit is not None

@@ -23,7 +23,7 @@ from keyvault.services.operator_changes import change_roles
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import reissue_key, request_rotation
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_schedule
+from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_schedule
 from rotation.services.schedules.standing_approvals import request_standing_approval
 from tests.admin.desk import Desk, address, browser, dump, hidden, text_of
 from tests.clocks import Clock
@@ -61,7 +61,7 @@ def campaign(desk: Desk) -> Any:
 
 def standing(desk: Desk) -> Any:
     allowed = grant(desk.admin, P.SCHEDULES_WRITE, desk.production)
-    row = save_schedule(allowed, Scope(Environment.PRODUCTION, desk.production), ScheduleDraft(365))
+    row = save_schedule(allowed, ScheduleScope(Environment.PRODUCTION, desk.production), ScheduleDraft(365))
     return request_standing_approval(allowed, row, 90)
 
 

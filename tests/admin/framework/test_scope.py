@@ -21,7 +21,7 @@ from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Campaign, RotationSchedule
 from rotation.services.campaigns.campaigns import request_campaign
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_schedule
+from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_schedule
 from tests.admin.desk import Desk, address, browser, hidden, text_of
 from tests.admin.framework.test_enforcement import OPEN, every_address, every_row, patterns, statuses
 from tests.factories import (
@@ -406,7 +406,7 @@ def test_scope_calendar_lists_its_credentials_only(desk: Desk) -> None:
     make_merchant("globex")
     for place in (desk.sandbox, account("globex", SANDBOX)):
         issue(place, label=f"of-{place.merchant_id}", by=desk.tam)
-    save_schedule(grant(desk.tam, P.SCHEDULES_WRITE), Scope(SANDBOX), ScheduleDraft(30))
+    save_schedule(grant(desk.tam, P.SCHEDULES_WRITE), ScheduleScope(SANDBOX), ScheduleDraft(30))
     page = address("rotation_rotationschedule_calendar")
     client = browser(limited(GLOBEX))
     for query in ("", "?merchant=acme", "?environment=sandbox"):

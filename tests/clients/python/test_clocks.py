@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 from keyvault_client import AsyncMerchantClient, MerchantClient, merchant
-from keyvault_client.effects import Reply, Send
+from keyvault_client.effects import HttpReply, SendRequest
 from keyvault_client.local import LocalVerifier, memory, reader
 from keyvault_client.local.memory import Miss, clock
 from keyvault_client.transport import SyncRunner
@@ -136,22 +136,22 @@ def test_late_reply_does_not_set_a_right_clock_back(monkeypatch: pytest.MonkeyPa
     for module in (memory, reader):
         monkeypatch.setattr(module, "clock", lambda: now)
 
-    def reply_late(request: Send) -> Reply:
+    def reply_late(request: SendRequest) -> HttpReply:
         nonlocal now
         date = format_datetime(datetime.fromtimestamp(time.time() + now - began, UTC), usegmt=True)
         now += 9
-        return Reply(200, {"date": date}, b'{"sequence": 1}')
+        return HttpReply(200, {"date": date}, b'{"sequence": 1}')
 
     began = now
-    known = memory.Memory("sandbox")
+    known = memory.LocalMemory("sandbox")
     right = known._unix_time() - now
     runner = SyncRunner(None, None)
     monkeypatch.setattr(runner, "send", reply_late)
-    follower = reader.FeedReader(ServiceAddress("http://127.0.0.1:1", "sandbox", TOKEN), runner, known)
+    follower = reader.LocalFeedReader(ServiceAddress("http://127.0.0.1:1", "sandbox", TOKEN), runner, known)
     follower._ask("GET", "/v1/changes", None)
     assert known._unix_time() - now == right
     for earliest, latest, moved in ((60.0, 70.0, 60.0), (-70.0, -60.0, -60.0), (4.0, 5.0, 0.0)):
-        known = memory.Memory("sandbox")
+        known = memory.LocalMemory("sandbox")
         at = known._unix_time()
         known.set_service_time(at + earliest, at + latest)
         assert known._unix_time() - at == pytest.approx(moved)

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from keyvault_client import Decision, Question
 from keyvault_client.local import AsyncLocalVerifier, LocalVerifier
-from keyvault_client.local.memory import Memory
+from keyvault_client.local.memory import LocalMemory
 
 from .feed_service import TOKEN, FeedService, feed_service, key_string
 
@@ -249,4 +249,4 @@ def test_local_keeps_no_key_string(verifier: LocalVerifier, service: FeedService
     memory = verifier._logic.memory
     assert KEY[27:] not in repr([memory._key_ids, memory._held, memory._endpoints, vars(memory)])
     assert list(memory._key_ids) == [hmac.digest(memory._process_key, KEY.encode(), "sha256")]
-    assert Memory("sandbox")._process_key != memory._process_key
+    assert LocalMemory("sandbox")._process_key != memory._process_key

@@ -2,18 +2,18 @@
 
 import json
 
-from keyvault_client.local.uses import MAX_REPORTED, MAX_ROWS, Report, Uses, format_time
+from keyvault_client.local.uses import MAX_REPORTED, MAX_ROWS, LocalReport, LocalUses, format_time
 
 KEY = ("0000000000000001", "orders.create", "192.0.2.1", "shop/1", "")
 
 
-def counted(report: Report) -> int:
+def counted(report: LocalReport) -> int:
     return sum(row["count"] for row in report.rows)
 
 
 def test_uses_of_a_report_whose_answer_was_lost_are_not_under_its_number() -> None:
     """Guarantee: a number that may be stored already is sent again with the same rows, and later uses get another."""
-    uses = Uses(1_000.0)
+    uses = LocalUses(1_000.0)
     uses.begin_report(1_000.0)
     lost = uses.next_report()
     assert lost.rows == []
@@ -28,7 +28,7 @@ def test_uses_of_a_report_whose_answer_was_lost_are_not_under_its_number() -> No
 
 def test_uses_only_the_last_report_says_that_everything_is_flushed() -> None:
     """Guarantee: a rotation does not take uses that are still to be reported for silence."""
-    uses = Uses(1_000.0)
+    uses = LocalUses(1_000.0)
     uses.begin_report(1_000.0)
     uses.note_stored(uses.next_report())
     for number in range(MAX_REPORTED + 1):
@@ -43,7 +43,7 @@ def test_uses_only_the_last_report_says_that_everything_is_flushed() -> None:
 
 def test_uses_with_long_texts_fit_into_the_largest_body() -> None:
     """Guarantee: a client that sends long user agents cannot make a report too large for the service to read."""
-    uses = Uses(1_000.0)
+    uses = LocalUses(1_000.0)
     for number in range(MAX_REPORTED):
         uses.count((f"{number:016d}", "e" * 100, "192.0.2.1", "\N{EURO SIGN}" * 500, '"' * 500), 1_000.0)
     uses.begin_report(1_001.0)
@@ -55,7 +55,7 @@ def test_uses_with_long_texts_fit_into_the_largest_body() -> None:
 
 
 def test_uses_that_the_service_refuses_do_not_stop_the_others() -> None:
-    uses = Uses(1_000.0)
+    uses = LocalUses(1_000.0)
     for number in range(3):
         uses.count((f"{number:016d}", *KEY[1:]), 1_000.0)
     uses.begin_report(1_001.0)
@@ -68,7 +68,7 @@ def test_uses_that_the_service_refuses_do_not_stop_the_others() -> None:
 
 def test_uses_of_a_report_refused_for_another_reason_wait_for_the_next() -> None:
     """Guarantee: a report that is refused without a faulty row loses no use, and blocks no later report."""
-    uses = Uses(1_000.0)
+    uses = LocalUses(1_000.0)
     uses.count(KEY, 1_000.0)
     uses.begin_report(1_001.0)
     refused = uses.next_report()
@@ -80,7 +80,7 @@ def test_uses_of_a_report_refused_for_another_reason_wait_for_the_next() -> None
 
 def test_uses_of_a_wrong_clock_are_moved_when_it_is_corrected() -> None:
     """Guarantee: after a correction of the clock, no report is later than the service's time."""
-    uses = Uses(5_000.0)
+    uses = LocalUses(5_000.0)
     uses.begin_report(5_000.0)
     uses.note_stored(uses.next_report())
     for number in range(MAX_REPORTED + 1):
@@ -94,7 +94,7 @@ def test_uses_of_a_wrong_clock_are_moved_when_it_is_corrected() -> None:
 
 def test_uses_that_wait_for_a_report_take_their_room() -> None:
     """Guarantee: while reports fail, the memory of a process does not grow: the service decides, and counts."""
-    uses, number = Uses(1_000.0), 0
+    uses, number = LocalUses(1_000.0), 0
     for minute in range(3):
         while uses.has_room:
             uses.count((f"{number:016d}", *KEY[1:]), 1_000.0 + minute)

@@ -29,7 +29,7 @@ from rotation.services.rotations.facts import note_evidence
 from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import bypass_rotation, request_rotation
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_schedule
+from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_schedule
 from tests.admin.desk import Desk, address, browser, make_refusal, set_up_desk, text_of
 from tests.factories import PRODUCTION, grant, issue, make_operator, now, request_key
 from tests.services.rows import disable_triggers
@@ -62,7 +62,7 @@ def make_full_rotation(desk: Desk, kind: KeyKind) -> Rotation:
     """Return a delivered rotation whose approval was bypassed, with uses, attempts, waivers and retirement dates."""
     place = desk.production
     add_endpoint(grant(desk.tam, P.WEBHOOKS_WRITE, place), place, "https://acme.example/")
-    schedule = save_schedule(grant(desk.tam, P.SCHEDULES_WRITE), Scope(PRODUCTION), ScheduleDraft(365))
+    schedule = save_schedule(grant(desk.tam, P.SCHEDULES_WRITE), ScheduleScope(PRODUCTION), ScheduleDraft(365))
     delivery = Delivery.SHOW_ONCE if kind is KeyKind.PRIVATE else Delivery.SECRET_BACKEND
     key, _ = issue(place, kind=kind, delivery=delivery, by=desk.tam)
     for number in range(3):

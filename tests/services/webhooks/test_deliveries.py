@@ -41,7 +41,7 @@ from keyvault.services.webhooks.deliveries import (
     MAX_PER_ACCOUNT,
     MAX_WITHOUT_REPLY,
     EndpointTurns,
-    Send,
+    SendMessage,
     _next_due,
     deliver_due,
     find_delivery_report,
@@ -118,7 +118,7 @@ def the_delivery() -> WebhookDelivery:
     return WebhookDelivery.objects.get()
 
 
-def replying(status: int, retry_after: str | None = None) -> Send:
+def replying(status: int, retry_after: str | None = None) -> SendMessage:
     def send(destination: Destination, *args: Any, **options: Any) -> Reply:
         return Reply(status, retry_after)
 
@@ -264,7 +264,7 @@ def test_message_answered_410_disables_the_endpoint_and_alarms(scene: Scene, clo
     assert deliver_due(clock, replying(200)) == 0
 
 
-def exhaust_attempts(clock: Clock, send: Send) -> timedelta:
+def exhaust_attempts(clock: Clock, send: SendMessage) -> timedelta:
     """Retry until the last attempt, and return the time since the first."""
     began = clock()
     for _ in range(MAX_ATTEMPTS - 1):

@@ -19,7 +19,7 @@ class _Lease:
     batch: int = 0
 
 
-class Leases:
+class LocalLeases:
     """The caller holds a lock around each method. `now`: a monotonic time, in seconds."""
 
     def __init__(self) -> None:

@@ -27,9 +27,9 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind, KeyRecord
 from keyvault_client.decisions import Decision, Identity, Question
 from keyvault_client.keystrings import as_plaintext
-from keyvault_client.local.leases import LeaseKey, Leases
+from keyvault_client.local.leases import LeaseKey, LocalLeases
 from keyvault_client.local.records import Rules, parse_record
-from keyvault_client.local.uses import Report, Uses
+from keyvault_client.local.uses import LocalReport, LocalUses
 
 MAX_KEY_STRINGS = 50_000
 """Maximum key strings that are known. Beyond it the oldest is dropped."""
@@ -69,7 +69,7 @@ class _GrantedUse:
 
 
 @dataclass(slots=True, eq=False)
-class _HeldKey:
+class _LocalKey:
     """A key that the feed keeps up to date. `grants`: by what they depend on. `expires_at`: Unix time, in seconds."""
 
     record: KeyRecord
@@ -86,7 +86,7 @@ class Miss:
     lease: LeaseKey | None = None
 
 
-class Memory:
+class LocalMemory:
     """The keys, rules and leases that one process knows. Threads may share it."""
 
     def __init__(self, environment: str) -> None:
@@ -94,18 +94,18 @@ class Memory:
         self._process_key = secrets.token_bytes(32)
         self._lock = Lock()
         self._key_ids: dict[bytes, str] = {}
-        self._held: dict[str, _HeldKey] = {}
+        self._held: dict[str, _LocalKey] = {}
         self._groups: dict[tuple[str, str], set[str]] = defaultdict(set)
         self._wanted: set[str] = set()
         self._changed_while_fetching: set[str] | None = None
         self._rules: Rules | None = None
         self._rules_version = 0
         self._endpoints: dict[tuple[str, str], Endpoint] = {}
-        self._leases = Leases()
+        self._leases = LocalLeases()
         self._current_until = 0.0
         # Unix time minus `clock()`, in seconds.
         self._epoch = time.time() - clock()
-        self._uses = Uses(self._unix_time())
+        self._uses = LocalUses(self._unix_time())
 
     # --- deciding ---------------------------------------------------------------------------------------------
 
@@ -195,11 +195,11 @@ class Memory:
         with self._lock:
             self._uses.begin_report(self._unix_time())
 
-    def next_report(self) -> Report:
+    def next_report(self) -> LocalReport:
         with self._lock:
             return self._uses.next_report()
 
-    def note_stored(self, report: Report) -> bool:
+    def note_stored(self, report: LocalReport) -> bool:
         """Note that the service has stored a report. Returns whether there is another one to send."""
         with self._lock:
             return self._uses.note_stored(report)
@@ -303,7 +303,7 @@ class Memory:
             return
         self._drop(record.key_id)
         expires_at = float("inf") if record.expires_at is None else record.expires_at.timestamp()
-        self._held[record.key_id] = _HeldKey(record, expires_at, {})
+        self._held[record.key_id] = _LocalKey(record, expires_at, {})
         for group in _groups_of(record):
             self._groups[group].add(record.key_id)
 
@@ -335,7 +335,7 @@ def _groups_of(record: KeyRecord) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _grant(held: _HeldKey, rules: Rules, endpoint: Endpoint, question: Question, at: float) -> _GrantedUse | None:
+def _grant(held: _LocalKey, rules: Rules, endpoint: Endpoint, question: Question, at: float) -> _GrantedUse | None:
     has_origin = question.origin is not None
     # The path matters only where it names a context, the address only where networks restrict the credential.
     path = question.path if endpoint.merchant_from or endpoint.store_from else None

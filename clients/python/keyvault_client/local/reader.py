@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from keyvault_client.effects import Failure
-from keyvault_client.local.memory import Memory, clock
-from keyvault_client.local.uses import Report, format_time
+from keyvault_client.local.memory import LocalMemory, clock
+from keyvault_client.local.uses import LocalReport, format_time
 from keyvault_client.retries import parse_http_date
 from keyvault_client.transport import SyncRunner
 from keyvault_client.verifier import ServiceAddress
@@ -46,10 +46,10 @@ class UnexpectedReplyError(Exception):
         self.members = members or {}
 
 
-class FeedReader:
+class LocalFeedReader:
     """A registered reader of the change feed. It registers again after the service has dropped it."""
 
-    def __init__(self, address: ServiceAddress, runner: SyncRunner, memory: Memory) -> None:
+    def __init__(self, address: ServiceAddress, runner: SyncRunner, memory: LocalMemory) -> None:
         self._address = address
         self._runner = runner
         self._memory = memory
@@ -73,7 +73,7 @@ class FeedReader:
                 Thread(target=self._follow, name="keyvault-feed", daemon=True).start()
                 Thread(target=self._maintain, name="keyvault-uses", daemon=True).start()
 
-    def restart(self, memory: Memory) -> None:
+    def restart(self, memory: LocalMemory) -> None:
         """Begin again in a forked process, which has no threads, and must not report the uses of its parent."""
         self._memory = memory
         self._begin()
@@ -185,7 +185,7 @@ class FeedReader:
             # The service ignores a number that it has stored, so the final mark needs a new one.
             self._report(self._memory.next_report(), is_final=True)
 
-    def _report(self, report: Report, *, is_final: bool = False) -> bool:
+    def _report(self, report: LocalReport, *, is_final: bool = False) -> bool:
         """Send a report. Returns whether there is another one to send."""
         body = {
             "reader": self._name,

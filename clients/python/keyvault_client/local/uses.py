@@ -24,7 +24,7 @@ UseKey = tuple[str, str, str, str, str]
 
 
 @dataclass(slots=True)
-class _Row:
+class _CountedUse:
     """How often and when a key was used. Times are Unix times, in seconds."""
 
     count: int
@@ -33,7 +33,7 @@ class _Row:
 
 
 @dataclass(slots=True)
-class Report:
+class LocalReport:
     """A numbered report. The service ignores a number that it has stored, so a report is sent until it is answered."""
 
     number: int
@@ -41,18 +41,18 @@ class Report:
     rows: list[dict[str, Any]]
 
 
-class Uses:
+class LocalUses:
     """Counts uses, and makes reports of them. The caller holds a lock around each method.
 
     Times are Unix times by one clock, in seconds. `at` of the constructor: there is no use before it.
     """
 
     def __init__(self, at: float) -> None:
-        self._rows: dict[UseKey, _Row] = {}
+        self._rows: dict[UseKey, _CountedUse] = {}
         self._waiting: deque[list[dict[str, Any]]] = deque()
         self._waiting_rows = 0
         self._number = 0
-        self._unanswered: Report | None = None
+        self._unanswered: LocalReport | None = None
         self._flushed_through = self._through = at
 
     @property
@@ -70,7 +70,7 @@ class Uses:
     def count(self, key: UseKey, at: float) -> None:
         row = self._rows.get(key)
         if row is None:
-            self._rows[key] = _Row(1, at, at)
+            self._rows[key] = _CountedUse(1, at, at)
         else:
             row.count += 1
             row.last_at = at
@@ -89,7 +89,7 @@ class Uses:
             self._waiting[-1].append(row)
             size += length
 
-    def next_report(self) -> Report:
+    def next_report(self) -> LocalReport:
         """Return the report to send: the previous one until it is answered, because the service may have stored it.
 
         It has no rows when everything was stored.
@@ -99,10 +99,10 @@ class Uses:
             self._waiting_rows -= len(rows)
             # Only the last report may say that everything is flushed.
             through = self._flushed_through if self._waiting else self._through
-            self._unanswered = Report(self._number + 1, through, rows)
+            self._unanswered = LocalReport(self._number + 1, through, rows)
         return self._unanswered
 
-    def note_stored(self, report: Report) -> bool:
+    def note_stored(self, report: LocalReport) -> bool:
         """Note that the service has stored a report. Returns whether there is another one to send."""
         self._number, self._flushed_through, self._unanswered = report.number, report.flushed_through, None
         return bool(self._waiting)
@@ -121,7 +121,7 @@ def format_time(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat()
 
 
-def _describe(key: UseKey, row: _Row) -> dict[str, Any]:
+def _describe(key: UseKey, row: _CountedUse) -> dict[str, Any]:
     key_id, endpoint, source, user_agent, origin = key
     return {
         "key_id": key_id,

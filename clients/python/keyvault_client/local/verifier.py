@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from keyvault_client.decisions import Decision, Question
 from keyvault_client.effects import Steps
-from keyvault_client.local.memory import Memory, with_cost
-from keyvault_client.local.reader import FeedReader
+from keyvault_client.local.memory import LocalMemory, with_cost
+from keyvault_client.local.reader import LocalFeedReader
 from keyvault_client.transport import SyncRunner
 from keyvault_client.verifier import AsyncVerifier, ServiceAddress, Verifier, VerifierLogic
 
@@ -18,8 +18,8 @@ class LocalLogic(VerifierLogic):
     def __init__(self, address: ServiceAddress, timeout: float) -> None:
         super().__init__(address, timeout)
         self._feed_runner = SyncRunner(address.tls, address.socket)
-        self.memory = Memory(address.environment)
-        self.reader = FeedReader(address, self._feed_runner, self.memory)
+        self.memory = LocalMemory(address.environment)
+        self.reader = LocalFeedReader(address, self._feed_runner, self.memory)
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _restart(own))
 
@@ -43,7 +43,7 @@ class LocalLogic(VerifierLogic):
         self._feed_runner.close()
 
     def restart(self) -> None:
-        self.memory = Memory(self._address.environment)
+        self.memory = LocalMemory(self._address.environment)
         self.reader.restart(self.memory)
 
 

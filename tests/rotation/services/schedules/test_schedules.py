@@ -45,7 +45,7 @@ from rotation.services.schedules import schedules, starting
 from rotation.services.schedules.candidates import RETRY_DELAY, list_candidates
 from rotation.services.schedules.schedules import (
     ScheduleDraft,
-    Scope,
+    ScheduleScope,
     disable_schedule,
     enable_schedule,
     find_schedule,
@@ -67,15 +67,18 @@ NIGHTS = Window("Europe/Berlin", (0, 1, 2, 3, 4), 1_320, 240)
 
 
 def save(
-    scope: Scope | Account | Credential | Environment, now: datetime, by: OperatorPrincipal | None = None, **terms: Any
+    scope: ScheduleScope | Account | Credential | Environment,
+    now: datetime,
+    by: OperatorPrincipal | None = None,
+    **terms: Any,
 ) -> RotationSchedule:
     """Save a schedule as the technical account manager, every 90 days by default."""
     if isinstance(scope, Account):
-        scope = Scope(Environment(scope.environment), account=scope)
+        scope = ScheduleScope(Environment(scope.environment), account=scope)
     elif isinstance(scope, Credential):
-        scope = Scope(scope.environment, credential=scope)
+        scope = ScheduleScope(scope.environment, credential=scope)
     elif isinstance(scope, Environment):
-        scope = Scope(scope)
+        scope = ScheduleScope(scope)
     grant = authorize(by or scene.tam(), P.SCHEDULES_WRITE, scope.place, now=now)
     return save_schedule(grant, scope, ScheduleDraft(**{"cryptoperiod_days": 90, **terms}), known=find_schedule(scope))
 
@@ -108,8 +111,8 @@ def test_schedule_saved_again_updates_the_row_and_its_owner(clock: Clock) -> Non
     again = save(place, clock(), by=scene.admin(), cryptoperiod_days=30)
     assert (again.pk, again.cryptoperiod_days, again.window, again.overrides) == (first.pk, 30, None, {})
     assert again.author_person == scene.admin().person != scene.tam().person
-    assert find_schedule(Scope(SANDBOX, account=place)) == again
-    assert find_schedule(Scope(SANDBOX)) is None
+    assert find_schedule(ScheduleScope(SANDBOX, account=place)) == again
+    assert find_schedule(ScheduleScope(SANDBOX)) is None
     assert events("schedule.") == ["schedule.saved", "schedule.saved"]
 
 
@@ -161,10 +164,10 @@ def test_schedule_of_another_environment_or_of_a_public_key_is_refused(clock: Cl
     private, _ = scene.issue(place, clock())
     public, _ = scene.issue(place, clock(), kind=KeyKind.PUBLIC, label="web")
     for scope, pointer in (
-        (Scope(PRODUCTION, account=place), "/account"),
-        (Scope(PRODUCTION, credential=private.credential), "/credential"),
-        (Scope(SANDBOX, account=place, credential=private.credential), "/credential"),
-        (Scope(SANDBOX, credential=public.credential), "/credential"),
+        (ScheduleScope(PRODUCTION, account=place), "/account"),
+        (ScheduleScope(PRODUCTION, credential=private.credential), "/credential"),
+        (ScheduleScope(SANDBOX, account=place, credential=private.credential), "/credential"),
+        (ScheduleScope(SANDBOX, credential=public.credential), "/credential"),
     ):
         with pytest.raises(RequestInvalidError) as refused:
             save(scope, clock())
@@ -177,7 +180,7 @@ def test_schedule_saved_without_the_permission_is_refused(clock: Clock) -> None:
     with pytest.raises(PermissionMissingError):
         save(place, clock(), by=scene.approver())
     grant = authorize(scene.tam(), P.SCHEDULES_WRITE, place, now=clock())
-    for scope in (Scope(SANDBOX, account=other), Scope(SANDBOX)):
+    for scope in (ScheduleScope(SANDBOX, account=other), ScheduleScope(SANDBOX)):
         with pytest.raises(PermissionMissingError):
             save_schedule(grant, scope, ScheduleDraft(90))
     assert not RotationSchedule.objects.exists()
@@ -779,7 +782,7 @@ def test_schedule_or_calendar_created_twice_is_refused(clock: Clock) -> None:
     save(place, clock(), cryptoperiod_days=30)
     grant = authorize(scene.admin(), P.SCHEDULES_WRITE, place, now=clock())
     with pytest.raises(StateConflictError, match="Change that one"):
-        save_schedule(grant, Scope(Environment.SANDBOX, account=place), ScheduleDraft(365))
+        save_schedule(grant, ScheduleScope(Environment.SANDBOX, account=place), ScheduleDraft(365))
     calendar("xmas", clock())
     with pytest.raises(StateConflictError, match="Change that one"):
         save_calendar(authorize(scene.admin(), P.SCHEDULES_WRITE, now=clock()), "xmas", [])
