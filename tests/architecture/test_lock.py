@@ -1,10 +1,11 @@
 """The lock files are complete, have hashes, and contain no trace of the machine that made them."""
 
 import re
+from importlib.metadata import packages_distributions
 
 import pytest
 
-from tests.architecture.checkout import ROOT
+from tests.architecture.checkout import CODE, ROOT, python_files
 
 LOCKS = ("requirements.txt", "tests/requirements.txt")
 APART = (
@@ -17,6 +18,7 @@ APART = (
 """Locks of environments of their own: of the servers that the benchmark compares with, of `make gateways`, of
 `make audit`, of the site, of `make test-wheel`."""
 PIN = re.compile(r"(?P<name>[a-z0-9-]+)(?:\[[a-z0-9,-]+\])?==(?P<version>[^ ;\\]+)(?P<condition> ; [^\\]+)?")
+IMPORT = re.compile(r"^ *(?:from|import) (\w+)(?:\.\w+)*(?: import|$| as)", re.MULTILINE)
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
@@ -51,7 +53,20 @@ def asked(source: str) -> set[str]:
     """The names that a human-edited source asks for, as locks spell them."""
     lines = (line.partition("#")[0].strip() for line in (ROOT / source).read_text().splitlines())
     names = (re.match(r"[A-Za-z0-9._-]+", line) for line in lines if line and not line.startswith("-"))
-    return {re.sub(r"[._-]+", "-", name[0]).lower() for name in names if name}
+    return {normalized(name[0]) for name in names if name}
+
+
+def normalized(name: str) -> str:
+    """The name of a distribution as locks spell it."""
+    return re.sub(r"[._-]+", "-", name).lower()
+
+
+def imported(*folders: str) -> set[str]:
+    """The distributions whose modules the files of these folders import."""
+    distributions = packages_distributions()
+    texts = (path.read_text() for path in python_files(*folders))
+    modules = {module for text in texts for module in IMPORT.findall(text)}
+    return {normalized(name) for module in modules for name in distributions.get(module, ())}
 
 
 @pytest.mark.parametrize("lock", [*LOCKS, *APART])
@@ -83,6 +98,16 @@ def test_lock_names_no_address_or_folder_of_a_machine(lock: str) -> None:
 def test_lock_answers_exactly_what_its_source_asks_for(source: str, lock: str, mark: str) -> None:
     """A source that was edited without `make lock` is noticed, in both directions."""
     assert answered(lock, mark) == asked(source)
+
+
+@pytest.mark.parametrize(
+    ("folders", "sources"),
+    [(CODE, ["requirements.in"]), (("tests",), ["requirements.in", "tests/requirements.in"])],
+    ids=["service", "tests"],
+)
+def test_lock_source_asks_for_every_imported_distribution(folders: tuple[str, ...], sources: list[str]) -> None:
+    """A distribution that only another one requires disappears when that one no longer does."""
+    assert sorted(imported(*folders) - {name for source in sources for name in asked(source)}) == []
 
 
 def test_lock_of_the_tests_holds_the_versions_that_run() -> None:
