@@ -194,7 +194,7 @@ class IntegrationView(APIView):
         refusal_log.note(
             judgement,
             request_id=request_id_of(request._request),
-            door=VerificationEntryPoint.INTEGRATION,
+            entry_point=VerificationEntryPoint.INTEGRATION,
             environment=self.environment,
             endpoint=endpoint.name if isinstance(endpoint, Endpoint) else "",
             source=address_from_environ(request.META, settings.TRUSTED_PROXIES) or "unknown",

@@ -10,7 +10,7 @@ from keyvault.wire.entry_points import VerificationEntryPoint
 class Refusal(models.Model):
     """One denied request for an endpoint. `key_id` and `merchant_id` are set only when possession was proved.
 
-    `trace` is the list of applied rules, each `[code, passed]`.
+    `door`: the entry point. `trace`: the list of applied rules, each `[code, passed]`.
     """
 
     request_id = models.CharField(primary_key=True, max_length=32)

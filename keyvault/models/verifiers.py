@@ -8,6 +8,7 @@ from keyvault.models.columns import at
 class Verifier(models.Model):
     """One verifying process.
 
+    `door`: the entry point that it serves, shown in receipts.
     `confirmed_sequence`: it has applied every change up to this number, and no lower number can still appear.
     `seen_at`: when it last confirmed, by the database's clock. After `staleness_ms` without a confirmation it no
     longer allows requests from memory, so that receipts need not wait for it.

@@ -45,7 +45,11 @@ def main() -> int:
         for line in sys.stdin:
             if line.startswith("receipt "):
                 receipt, _ = wait_for_receipt(int(line.split()[1]), RECEIPT_SECONDS)
-                at = [each.confirmed_at for each in receipt.verifiers if each.door == "verifier" and each.confirmed_at]
+                at = [
+                    each.confirmed_at
+                    for each in receipt.verifiers
+                    if each.entry_point == "verifier" and each.confirmed_at
+                ]
                 _reply({"confirmed_ns": [round(1e9 * each.timestamp()) for each in at]})
                 continue
             key = Key.objects.select_related("credential__account__merchant").get(key_id=line.strip())

@@ -736,7 +736,7 @@ GUARDS = (
     ),
     Guard(
         "guesses-of-a-factor-locked",
-        "keyvault/services/sessions/guessing.py",
+        "keyvault/services/sessions/lockout.py",
         "            if attempt.is_locked:\n",
         "            if attempt.is_locked and self.what == PASSWORD:\n",
         "After ten failures no second factor is checked.",

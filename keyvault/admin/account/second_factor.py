@@ -11,7 +11,7 @@ from keyvault.admin.framework.sign_in import factor_attempt, find_next, set_devi
 from keyvault.admin.framework.step_up import check_factor, factor_context
 from keyvault.domain.errors import KeyvaultError
 from keyvault.models import Operator
-from keyvault.services.sessions.guessing import SignInLockedError
+from keyvault.services.sessions.lockout import SignInLockedError
 from keyvault.services.sessions.sign_in import may_sign_in
 from keyvault.services.sessions.step_up import note_second_factor
 

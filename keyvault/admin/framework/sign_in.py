@@ -21,7 +21,7 @@ from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
 from keyvault.services.sessions.devices import DEVICE_LIFETIME, write_device
-from keyvault.services.sessions.guessing import SignInLockedError
+from keyvault.services.sessions.lockout import SignInLockedError
 from keyvault.services.sessions.second_factors import FactorAttempt
 from keyvault.services.sessions.sign_in import SignInAttempt, sign_in
 from keyvault.services.sessions.step_up import forget_second_factor, has_passed_second_factor

@@ -12,7 +12,7 @@ from django.http import HttpRequest, HttpResponse
 from keyvault.admin.framework.sign_in import factor_attempt, set_locked
 from keyvault.domain.errors import KeyvaultError, PermissionMissingError
 from keyvault.models import Operator
-from keyvault.services.sessions.guessing import SignInLockedError
+from keyvault.services.sessions.lockout import SignInLockedError
 from keyvault.services.sessions.passkeys import are_passkeys_possible, begin_authentication, verifier_of
 from keyvault.services.sessions.second_factors import (
     PASSKEY,

@@ -84,7 +84,7 @@ def _notes(receipt: Receipt) -> Iterable[str]:
 def _row(receipt: Receipt, verifier: VerifierReceipt) -> list[Any]:
     return [
         mono(verifier.verifier_id),
-        verifier.door,
+        verifier.entry_point,
         badge(verifier.progress),
         _format_milliseconds(verifier.confirmed_at),
         _after(receipt, verifier),

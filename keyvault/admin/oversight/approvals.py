@@ -26,7 +26,7 @@ from keyvault.admin.framework.row_search import find_ids
 from keyvault.admin.framework.step_up import answer_locked, refuse_step_up, step_up_context
 from keyvault.admin.framework.widgets import Difference, Link, Table, counted, link, mono
 from keyvault.domain.errors import KeyvaultError, NotFoundError, RequestInvalidError, StateConflictError
-from keyvault.services.approvals.together import approved_together, combine_digests
+from keyvault.services.approvals.batch_approval import approved_together, combine_digests
 
 MAX_TOGETHER = 50
 """Maximum rows that one form approves."""

@@ -137,7 +137,7 @@ def _note_verdict(verdict: EngineVerdict) -> None:
     refusal_log.note(
         verdict.judgement,
         request_id=verdict.request_id,
-        door=verdict.entry_point,
+        entry_point=verdict.entry_point,
         environment=verdict.environment,
         endpoint=verdict.endpoint,
         source=verdict.source,

@@ -4,7 +4,7 @@ from typing import NoReturn
 
 from django.contrib.auth.management.commands.createsuperuser import Command as DjangoCommand
 
-from keyvault.management.refused import refuse
+from keyvault.management.refused_commands import refuse
 
 
 class Command(DjangoCommand):

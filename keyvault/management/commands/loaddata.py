@@ -4,7 +4,7 @@ from typing import NoReturn
 
 from django.core.management.commands.loaddata import Command as DjangoCommand
 
-from keyvault.management.refused import refuse
+from keyvault.management.refused_commands import refuse
 
 
 class Command(DjangoCommand):

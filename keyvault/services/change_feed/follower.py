@@ -71,7 +71,7 @@ class Follower(BackgroundThread):
     earlier ones. `lose` is called when the feed went back: neither the memory nor the database can be trusted any more.
     The follower's thread calls all three.
 
-    `door`: the entry point that the process serves, shown in receipts.
+    `entry_point`: the one that the process serves, shown in receipts.
 
     Stopping deregisters the process: it no longer answers from memory, and receipts do not wait for it.
     """
@@ -81,7 +81,7 @@ class Follower(BackgroundThread):
     apply: Callable[[Collection[Subject] | None], None]
     confirm: Callable[[float, float], None]
     lose: Callable[[], None]
-    door: str
+    entry_point: str
     _position: Position = field(default_factory=Position)
     _has_moved: bool = False
     _reported_at: float | None = None
@@ -100,7 +100,7 @@ class Follower(BackgroundThread):
     def forget(self) -> None:
         """Reset in a forked child, which must start its own thread. A lost feed stays lost."""
         is_lost = self._is_lost
-        self.__init__(self.apply, self.confirm, self.lose, self.door)  # type: ignore[misc]  # a dataclass's own
+        self.__init__(self.apply, self.confirm, self.lose, self.entry_point)  # type: ignore[misc]  # a dataclass's own
         self._is_lost = is_lost
 
     @property
@@ -197,7 +197,7 @@ class Follower(BackgroundThread):
             if not known:
                 Verifier.objects.create(
                     verifier_id=reporter,
-                    door=self.door,
+                    door=self.entry_point,
                     started_at=Now(),
                     seen_at=Now(),
                     confirmed_sequence=confirmed,
@@ -216,7 +216,7 @@ class Follower(BackgroundThread):
         statements = [_LOCK_TIMEOUT, _REPORT, _CONFIRM] if self._has_moved else [_LOCK_TIMEOUT, _REPORT]
         values = {
             "reporter": sql.Literal(reporter),
-            "door": sql.Literal(self.door),
+            "door": sql.Literal(self.entry_point),
             "confirmed": sql.Literal(confirmed),
             "staleness": sql.Literal(round(1000 * _expires_after_seconds())),
         }

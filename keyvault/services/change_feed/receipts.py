@@ -68,7 +68,7 @@ class VerifierReceipt:
     """One verifier's progress. `confirmed_at` is also None if the confirmation is no longer kept."""
 
     verifier_id: str
-    door: str
+    entry_point: str
     progress: VerifierProgress
     confirmed_at: datetime | None
     started_at: datetime
@@ -154,7 +154,7 @@ def describe_receipt(receipt: Receipt) -> dict[str, Any]:
         "verifiers": [
             {
                 "verifier_id": verifier.verifier_id,
-                "door": verifier.door,
+                "door": verifier.entry_point,
                 "state": verifier.progress,
                 "confirmed_at": verifier.confirmed_at,
                 "seen_at": verifier.seen_at,

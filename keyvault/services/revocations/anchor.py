@@ -39,8 +39,8 @@ from keyvault.services.recording.revocation_log import (
     read_lines,
 )
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.revocations.feed_revocations import find_last_settled, list_ended
 from keyvault.services.revocations.replay import read_counter
-from keyvault.services.revocations.settled import find_last_settled, list_ended
 from keyvault.services.secrets.backend import secret_backend
 
 SEGMENT_LINES = 500

@@ -31,7 +31,7 @@ from keyvault.services.recording.authorization import authorize, operator_princi
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.devices import KnownDevice, read_device, write_device
-from keyvault.services.sessions.guessing import FACTOR, Guess, SignInRefusedError
+from keyvault.services.sessions.lockout import FACTOR, LockoutAttempt, SignInRefusedError
 
 TOTP: Final = Authenticator.Type.TOTP.value
 PASSKEY: Final = Authenticator.Type.WEBAUTHN.value
@@ -235,19 +235,19 @@ class _Use:
 
 def _check(attempt: FactorAttempt, now: datetime, find_use: Callable[[], _Use | None]) -> str:
     row, device = attempt.operator, read_device(attempt.operator, attempt.device)
-    guess = Guess(row, row.username, FACTOR, attempt.address, device, now)
-    guess.count()
+    counted = LockoutAttempt(row, row.username, FACTOR, attempt.address, device, now)
+    counted.count()
     try:
         use = find_use()
     except BackendError as error:
-        guess.give_back()
+        counted.give_back()
         if isinstance(error, BackendInvalidError):
             _log.error("a second factor cannot be decrypted", extra={"operator": row.username, "why": error.internal})
             raise StateConflictError(UNREADABLE_FACTOR) from error
         raise
     if use is None or not _record_use(attempt, use, device, now):
-        raise guess.wrong(WRONG_FACTOR)
-    guess.right()
+        raise counted.fail(WRONG_FACTOR)
+    counted.succeed()
     return write_device(row, device, attempt.address)
 
 

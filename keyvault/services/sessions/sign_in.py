@@ -16,7 +16,7 @@ from keyvault.services.operators.operators import swap_operator
 from keyvault.services.recording.authorization import authorize, operator_principal
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.sessions.devices import KnownDevice, read_device
-from keyvault.services.sessions.guessing import PASSWORD, Guess, SignInRefusedError
+from keyvault.services.sessions.lockout import PASSWORD, LockoutAttempt, SignInRefusedError
 from keyvault.services.sessions.low_priority import run_at_low_priority
 
 
@@ -37,12 +37,12 @@ def sign_in(presented: SignInAttempt, now: datetime) -> Operator:
     """
     row = Operator.objects.filter(username=presented.username).first()
     device = None if row is None else read_device(row, presented.device)
-    guess = Guess(row, presented.username, PASSWORD, presented.address, device, now)
-    guess.count()
+    counted = LockoutAttempt(row, presented.username, PASSWORD, presented.address, device, now)
+    counted.count()
     is_right, is_hash_weak = run_at_low_priority(verify_password, presented.password.reveal(), _stored_hash(row))
     if row is None or not is_right or not may_sign_in(row):
-        raise guess.wrong("Wrong user name or password. Both are case-sensitive.")
-    guess.right()
+        raise counted.fail("Wrong user name or password. Both are case-sensitive.")
+    counted.succeed()
     _record_password(row, presented, device, now, is_hash_weak=is_hash_weak)
     return row
 

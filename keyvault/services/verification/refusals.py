@@ -65,7 +65,7 @@ class _RefusalEntry:
     key_id: str
     merchant_id: str
     request_id: str
-    door: VerificationEntryPoint
+    entry_point: VerificationEntryPoint
     environment: Environment
     endpoint: str
     source: str
@@ -87,7 +87,7 @@ class _RefusalEntry:
         return Refusal(
             request_id=self.request_id[:32],
             at=self.at,
-            door=self.door,
+            door=self.entry_point,
             environment=self.environment,
             endpoint=clean_text(self.endpoint, 100),
             code=self.denial.code,
@@ -126,7 +126,7 @@ class RefusalLog(FlushThread):
         judgement: Judgement,
         *,
         request_id: str,
-        door: VerificationEntryPoint,
+        entry_point: VerificationEntryPoint,
         environment: Environment,
         endpoint: str,
         source: str,
@@ -136,7 +136,7 @@ class RefusalLog(FlushThread):
         verdict = judgement.verdict
         if not isinstance(verdict, Denial):
             return
-        meters.note_denial(door, verdict.code)
+        meters.note_denial(entry_point, verdict.code)
         try:
             holder = judgement.holder or verdict.holder
             key_id, merchant_id = ("", "") if holder is None else (holder.key_id, holder.merchant_id)
@@ -146,7 +146,7 @@ class RefusalLog(FlushThread):
                 key_id,
                 merchant_id,
                 request_id,
-                door,
+                entry_point,
                 environment,
                 endpoint[:MAX_REDACTED_LENGTH],
                 source[:MAX_REDACTED_LENGTH],

@@ -34,7 +34,7 @@ def revoke_immediately(context: DemoContext, fleet: Fleet, leaked: Issued) -> tu
     receipt, _ = wait_for_receipt(revoked["sequence"], MAX_WAIT_SECONDS)
     report.step(f"its receipt, {format_receipt(receipt)}")
     for verifier in receipt.of(VerifierProgress.CONFIRMED):
-        report.aside(f"{verifier.door} {verifier.verifier_id}: confirmed {_after(receipt, verifier)}")
+        report.aside(f"{verifier.entry_point} {verifier.verifier_id}: confirmed {_after(receipt, verifier)}")
     refused = context.until(
         "the traffic to be refused", lambda: _refused_since(fleet, revocation), seconds=REFUSAL_SECONDS, program=SERVER
     )

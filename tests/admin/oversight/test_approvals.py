@@ -17,7 +17,7 @@ from keyvault.admin.oversight import approvals
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.issuance import Delivery, IssuanceState
 from keyvault.models import AuditEntry, IssuanceRequest
-from keyvault.services.approvals.together import combine_digests
+from keyvault.services.approvals.batch_approval import combine_digests
 from keyvault.services.issuance.requests import reject_issuance
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides

@@ -9,7 +9,7 @@ import pytest
 
 from keyvault.domain.plaintext import Plaintext
 from keyvault.services.sessions import sign_in as module
-from keyvault.services.sessions.guessing import SignInRefusedError
+from keyvault.services.sessions.lockout import SignInRefusedError
 from keyvault.services.sessions.sign_in import SignInAttempt, sign_in
 from tests.factories import now
 

@@ -22,8 +22,8 @@ from keyvault.models import AuditEntry, Notice, Operator
 from keyvault.models.recording import UnrecordedWriteError
 from keyvault.services.recording.authorization import operator_principal
 from keyvault.services.sessions.devices import KnownDevice, read_device, write_device
-from keyvault.services.sessions.guessing import SignInLockedError, SignInRefusedError
 from keyvault.services.sessions.invitations import prepare_sign_in
+from keyvault.services.sessions.lockout import SignInLockedError, SignInRefusedError
 from keyvault.services.sessions.second_factor_adapter import SecondFactorAdapter
 from keyvault.services.sessions.second_factors import (
     PASSKEY,

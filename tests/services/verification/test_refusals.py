@@ -41,7 +41,7 @@ def denied(
 
 def note(log: RefusalLog, judgement: Judgement, request_id: str = "R1", **options: Any) -> None:
     fields: dict[str, Any] = {
-        "door": "verify",
+        "entry_point": "verify",
         "environment": SANDBOX,
         "endpoint": "orders.retrieve",
         "source": "192.0.2.7",

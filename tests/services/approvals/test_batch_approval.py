@@ -1,7 +1,7 @@
 """The digest of an approval of several requests."""
 
 from keyvault.domain.canonical import JsonValue
-from keyvault.services.approvals.together import combine_digests
+from keyvault.services.approvals.batch_approval import combine_digests
 
 SHOWN: dict[str, JsonValue] = {
     "keyvault.issuancerequest:req_1": {"plan_digest": "a" * 64},

@@ -29,6 +29,7 @@ from keyvault.services.sessions.refusals import sign_in_refusals
 PASSWORD = "sign-in"  # noqa: S105  the name of a counter
 FACTOR = "second-factor"
 
+# The name of an earlier module: processes of two releases that run side by side share the counters.
 _NAME_SALT = "keyvault.services.sessions.guessing.name"
 
 
@@ -61,8 +62,8 @@ class _Counter:
 
 
 @dataclass(slots=True)
-class Guess:
-    """One counted attempt: `right`, `wrong` or `give_back` ends it.
+class LockoutAttempt:
+    """One counted attempt: `succeed`, `fail` or `give_back` ends it.
 
     Args:
         row: the operator; None for an unknown name.
@@ -101,12 +102,12 @@ class Guess:
         for counter in self._counters():
             attempts().give_back(counter.key)
 
-    def right(self) -> None:
+    def succeed(self) -> None:
         """Remove the attempt from the counters, and the earlier failures of this operator, but not of the address."""
         for counter in self._counters():
             attempts().give_back(counter.key, is_right=counter.kind != "address")
 
-    def wrong(self, detail: str) -> SignInRefusedError | SignInLockedError:
+    def fail(self, detail: str) -> SignInRefusedError | SignInLockedError:
         """Record a failure and a lock that it starts. Return the error to raise."""
         meters.note_sign_in_refusal("password" if self.what == PASSWORD else "second_factor")
         sign_in_refusals.note(self._known_name(), self.address, self.now, is_locked=False)
