@@ -8,19 +8,25 @@ from django.core.management import get_commands, load_command_class
 
 from keyvault.project.configuration import SETTINGS
 from tests.architecture import reference
+from tests.architecture.checkout import python_files
 from tests.architecture.pages import ERRORS, errors_page, parts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = ROOT / "README.md"
 COMMANDS = ROOT / "docs" / "commands.md"
+PAGES_OF_PACKAGES = [
+    ROOT / "keyvault" / "README.md",
+    ROOT / "keyvault" / "admin" / "README.md",
+    ROOT / "keyvault" / "hotpath" / "README.md",
+    ROOT / "rotation" / "README.md",
+    ROOT / "tests" / "simulator" / "README.md",
+]
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    ROOT / "keyvault" / "README.md",
-    ROOT / "keyvault" / "hotpath" / "README.md",
-    ROOT / "rotation" / "README.md",
+    *PAGES_OF_PACKAGES,
     ROOT / "deploy" / "README.md",
     ROOT / "deploy" / "vault" / "README.md",
     ROOT / "deploy" / "webhooks.md",
@@ -30,7 +36,9 @@ PAGES = [
 TOP_FOLDERS = "keyvault|rotation|clients|tests|deploy|docs"
 OF_CLIENTS = {"KEYVAULT_VERIFIER", "KEYVAULT_OPTIONS", "KEYVAULT_SERVICE_TOKEN"}
 """Settings of the Django adapter of `clients/python`, and the variable of the Traefik sample."""
-KEYVAULT_PACKAGES = "access|admin|api|backends|domain|hotpath|management|models|project|services|wire"
+WORD = re.compile(r"[A-Za-z_]\w*")
+NAME = re.compile(r"_?(?:[A-Z][a-z]+(?:[A-Z]\w*)+|[a-z]+(?:_[a-z0-9]+)+|[A-Z]+(?:_[A-Z]+)+)")
+"""A class of two words, or a function or a constant."""
 
 
 @pytest.mark.parametrize("name", [part.name for part in parts()])
@@ -76,14 +84,24 @@ def test_docs_code_blocks_begin_as_the_site_reads_them() -> None:
 
 
 def test_docs_paths_exist() -> None:
-    """A path in backticks starts at the root, or at a package of `keyvault`. The text of a link is not checked."""
+    """A path in backticks starts at the root, or at `keyvault` or its templates. The text of a link is not checked."""
     for page in PAGES:
         text = page.read_text()
         for path in re.findall(rf"(?<!\[)`((?:{TOP_FOLDERS})/[\w./-]*)`", text):
             assert any(place.exists() for place in (ROOT / path, page.parent / path)), f"{page.name} names {path}"
-        for path in re.findall(rf"(?<!\[)`((?:{KEYVAULT_PACKAGES})/[\w/]+\.(?:py|txt))`", text):
-            places = (ROOT / "keyvault" / path, ROOT / path, page.parent / path)
+        for path in re.findall(r"(?<!\[)`(\w+/[\w/]+\.(?:py|txt|html))`", text):
+            places = (ROOT / "keyvault" / path, ROOT / "keyvault" / "templates" / path, ROOT / path, page.parent / path)
             assert any(place.exists() for place in places), f"{page.name} names {path}"
+
+
+def test_docs_names_of_code_exist() -> None:
+    """A class or a function that a page for engineers names in backticks is a word of the code."""
+    files = [*python_files("keyvault", "rotation", "tests"), *(ROOT / "keyvault" / "templates").rglob("*.html")]
+    code = {path.stem for path in files}.union(*(WORD.findall(path.read_text()) for path in files))
+    for page in (ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md", *PAGES_OF_PACKAGES):
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        named = {word for span in re.findall(r"`([^`\n]+)`", text) for word in WORD.findall(span)}
+        assert {word for word in named if NAME.fullmatch(word)} <= code, page
 
 
 def test_docs_security_page_names_existing_tests() -> None:
