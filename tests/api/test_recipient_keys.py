@@ -106,7 +106,7 @@ def test_replacement_of_another_credential_is_not_found(ask: Ask) -> None:
 
 
 def test_recipient_key_set_after_the_request_is_not_used(ask: Ask) -> None:
-    """Guarantee: an open rotation keeps its delivery, whoever sets a recipient key meanwhile."""
+    """Guarantee: an open rotation keeps its delivery, even if a recipient key is set meanwhile."""
     key, old = issue(account())
     rotation = scene.rotate(key.credential, datetime.now(UTC))
     set_key(ask, old, new_recipient()[1])
@@ -153,7 +153,7 @@ def test_recipient_key_needs_a_private_key(ask: Ask) -> None:
 
 
 def test_recipient_key_in_production_applies_after_a_day(ask: Ask) -> None:
-    """Guarantee: a leaked production key cannot direct the next replacement to the thief at once."""
+    """Guarantee: a leaked production key cannot immediately direct the next replacement to the thief."""
     key, text = issue(account("acme", PRODUCTION))
     response = set_key(ask, text, new_recipient()[1], "/production/credentials/recipient-key")
     assert response.status_code == 200

@@ -320,7 +320,7 @@ ATTACKS: dict[str, Callable[[World], object]] = {
     "key_two_active_update": _third_active(_activate_third),
     "key_no_delete": lambda world: delete("keyvault_key", key_id=world.dead_key.key_id),
     "key_no_replace": lambda world: _replace("keyvault_key", {"state": "active"}, key_id=world.dead_key.key_id),
-    # Recipient keys: in production none applies at once without two persons.
+    # Recipient keys: in production none applies immediately without two persons.
     "recipientkey_of_account": lambda world: _copy_recipient(world, key_id=world.other_key.key_id),
     "recipientkey_delayed": lambda world: _copy_recipient(world, applies_at=read_row(_RECIPIENTS)["created_at"]),
     "recipientkey_stays": lambda world: _change_recipient(world, public_key="k" * 43),

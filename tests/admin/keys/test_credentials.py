@@ -147,7 +147,7 @@ def test_credential_in_rotation_is_listed_with_the_uses_of_both_keys(desk: Desk)
 
 
 def test_chart_leaves_out_the_step_that_is_not_complete(desk: Desk) -> None:
-    """Guarantee: a line does not fall at its end while a key is in use; a key's first uses are shown at once."""
+    """Guarantee: a line does not fall at its end while a key is in use; a key's first uses are shown immediately."""
     key, _ = issue(desk.sandbox)
     context = UseContext.objects.create(key=key, source="192.0.2.7", outcome=UseOutcome.ALLOWED)
     at = now()

@@ -1,4 +1,4 @@
-"""An HTTP server on a loopback port that answers as a test tells it to, also as no server should."""
+"""An HTTP server on a loopback port that answers as a test sets it, even as no server should."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""A regional verifier's follower: what it applies, when it confirms, and for how long it vouches for the memory."""
+"""A regional verifier's follower: what it applies, when it confirms, and for how long the memory may decide."""
 
 import time
 from collections.abc import Mapping
