@@ -98,7 +98,7 @@ BROKER_DIR = DATA_DIR / "broker"
 
 IS_SESSION_KEY_SET = bool(_values["KEYVAULT_SECRET_KEY"])
 SECRET_KEY = _values["KEYVAULT_SECRET_KEY"] or read_or_make_secret(DATA_DIR / "django.key")
-# It verifies sessions of before the last rotation. After the lifetime of a session it has none left to verify.
+# The former key verifies sessions from before the last rotation. None of them is left after a session's lifetime.
 _fallback = _values["KEYVAULT_SECRET_KEY_FALLBACK"]
 if not IS_SESSION_KEY_SET:
     if _fallback:

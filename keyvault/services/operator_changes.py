@@ -1,7 +1,7 @@
 """Changes of operators: made immediately, or requested, and then approved by a second person.
 
 Adding a role of `access.roles.FOUR_EYES_ROLES`, widening a scope and resetting second factors need the approval. A
-person neither requests nor approves a change of an operator of their own. An approval covers one digest, over the
+person neither requests nor approves a change of their own operators. An approval covers one digest, over the
 operator's person, and its roles and scope before and after. If they changed meanwhile, it is refused.
 
 Until the installation has two approving persons (`operators.approving_persons`), the host's owner gives such roles and

@@ -207,7 +207,7 @@ def _judge(
     result: Result, revoked: list[Revocation], replies: list[Any], partitions: list[tuple[float, float]], size: Size
 ) -> None:
     by_name = {each.name: each for each in revoked}
-    after_receipt, too_late, unvouched = [], [], []
+    after_receipt, too_late, unproved = [], [], []
     for reply in replies:
         if not reply.is_yes:
             continue
@@ -218,11 +218,11 @@ def _judge(
             too_late.append(f"{reply.name}: {reply.sent_at - made.returned_at:.3f} s after its revocation")
         for began, ended in partitions:
             if began + size.bound_seconds < reply.sent_at and reply.answered_at < ended:
-                unvouched.append(f"{reply.name}: {reply.sent_at - began:.3f} s into a partition")
+                unproved.append(f"{reply.name}: {reply.sent_at - began:.3f} s into a partition")
     result.n = len(revoked)
     result.must_be_none("yes after a receipt", after_receipt)
     result.must_be_none("yes later than the bound", too_late)
-    result.must_be_none("yes later than the bound inside a partition", unvouched)
+    result.must_be_none("yes later than the bound inside a partition", unproved)
     outside = sorted(
         made.complete_at - made.returned_at
         for made in revoked

@@ -1,4 +1,4 @@
-"""Approval of several requests together: of all or of none, under one digest."""
+"""Approve several requests together: all or none, under one digest."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +17,6 @@ def combine_digests(shown: Mapping[str, JsonValue]) -> str:
 
 @contextmanager
 def approved_together(combined_digest: str) -> Iterator[None]:
-    """Approve all requests inside, or none if one raises. The audit entry of each names the combined digest."""
+    """Approve all requests of the block, or none if one raises. The audit entry of each names the combined digest."""
     with recorded_together(combined_digest=combined_digest):
         yield

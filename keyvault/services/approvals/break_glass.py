@@ -38,8 +38,8 @@ def note_break_glass(
     """Record a break-glass action, inside the `recorded` block of that action.
 
     Args:
-        event: the name of an approval ends in `approved`. The claimed approver may confirm it, unless a token without
-            an operator requested the subject: the approver may have created that token.
+        event: the audit event; that of an approval ends in `approved`. The claimed approver may confirm an approval,
+            unless a token without an operator requested the subject: the approver may have created that token.
         requester_person: the person who requested the subject.
         concerned_person: the person whom the subject is about, and who must not review it either; empty for none.
     """
@@ -97,8 +97,7 @@ def find_review_fault(act: BreakGlass, person: str) -> str | None:
 def review_break_glass(grant: Grant, act: BreakGlass) -> None:
     """Record a review. It completes the action, unless it is the first of a claimed action's two reviews.
 
-    Raises StateConflictError for a person or an operator with a fault, see `find_review_fault` and
-    `find_authority_fault`, and on a command line.
+    Raises StateConflictError when `find_review_fault` or `find_authority_fault` finds a reason, and on a command line.
     """
     operator = _reviewer(grant)
     fault = find_review_fault(act, operator.person) or find_authority_fault(operator.username)

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class CheckpointMarks:
     """The marks of a scope. `version`: version of `stored` in the secret backend; 0: there is none.
 
-    Iterates over the marks that name a checkpoint. A mark names none after operators accepted a log without any.
+    Iterates over the marks that name a checkpoint. A mark names none if operators accepted a log without checkpoints.
     """
 
     stored: CheckpointMark | None

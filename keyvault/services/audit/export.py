@@ -26,8 +26,8 @@ _RENEW_AFTER = LEASE / 3
 def export_log(scopes: Sequence[str], since: datetime | None, now: datetime) -> Iterator[ExportRecord]:
     """Iterate over all entries and checkpoints of the scopes as stored, even invalid ones, in bounded memory.
 
-    `since`: omit the entries that were signed before the scope's first checkpoint after that time, but no checkpoint.
-    Concurrent writes may or may not be included.
+    `since`: omit the entries that a checkpoint before the scope's first one after that time signs. No checkpoint is
+    omitted. Concurrent writes may or may not be included.
     """
     yield ExportStart(now, tuple(scopes), since)
     entries = checkpoints = 0

@@ -147,7 +147,7 @@ def _running(
                 process.stdout.close()
             status = process.wait()
         finally:
-            # If the other side failed, the program must not take what it has for the whole.
+            # If the other side failed, the program must not treat the part that it has as complete.
             process.kill()
             process.wait()
         if status != 0:

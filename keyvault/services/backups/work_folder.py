@@ -17,7 +17,7 @@ _NAME = "backup-work"
 
 @contextmanager
 def work_folder() -> Iterator[Path]:
-    """Yield an empty folder in the data folder, and empty it again; also of what a killed run left.
+    """Yield an empty folder in the data folder, and empty it afterwards. Deletes what a killed run left.
 
     Raises StateConflictError while another backup or restore runs on this data folder.
     """

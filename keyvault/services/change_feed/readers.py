@@ -3,7 +3,7 @@
 A reader is a verifier like any other: receipts wait for it, and a rotation's silence waits for its reports. After a
 response it may answer from memory for its token's staleness bound, counted from a time before the poll.
 
-**Guarantee.** Once the receipt of a change is complete, no reader answers by the state before the change.
+**Guarantee.** Once the receipt of a change is complete, no reader answers from the state before it.
 `read_changes` records that the reader is alive, and then polls. A change that the poll does not show is therefore
 committed later, and its receipt waits for the reader: until it confirms the change, or until it has been stale for half
 its bound.
@@ -102,8 +102,8 @@ def read_changes(service: Service, name: str, after: int | None, now: datetime) 
         was_live = _register(service, reader_id, token, now)
         confirmed, rows = _first_position(), []
         if not was_live:
-            # Its memory is empty, so no receipt has to wait for its first confirmation. A live reader confirms: this
-            # may be a late copy of an earlier request, and its memory may be in use.
+            # Its memory is empty, so no receipt has to wait for its first confirmation. That of a live reader may be in
+            # use: this may be a late copy of an earlier request.
             Verifier.objects.filter(pk=reader_id, confirmed_sequence__lt=confirmed).update(confirmed_sequence=confirmed)
     else:
         _renew(service, reader_id, token, after)

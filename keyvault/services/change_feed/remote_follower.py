@@ -59,11 +59,11 @@ class RemoteFollower(BackgroundThread):
     set_bound: Callable[[float], None]
     _after: int | None = None
     _starts: int = 0
-    """How often the memory was dropped. Replies to reads and confirmations from before it change nothing."""
+    """How often the memory was dropped. Replies to earlier reads and confirmations are ignored."""
     _confirming: int = 0
     """The highest sequence whose confirmation is under way, or was sent; 0 after a failure."""
     _confirmed: int = 0
-    _vouched_at: float = _NEVER
+    _fresh_from: float = _NEVER
     _fresh_until: float = _NEVER
     _wait_seconds: int = 0
     _first_sent_at: float = _NEVER
@@ -86,7 +86,7 @@ class RemoteFollower(BackgroundThread):
     def read_once(self, *, is_first: bool = True) -> None:
         """Read and apply; `confirm_once` confirms. Raises CentralUnavailableError, CentralRefusedError.
 
-        `is_first`: only the first of the reading threads registers the reader. The other does nothing before.
+        `is_first`: only the first of the reading threads registers the reader. Until then the other does nothing.
         """
         with self._lock:
             after, starts, wait_seconds = self._after, self._starts, self._wait_seconds
@@ -147,13 +147,13 @@ class RemoteFollower(BackgroundThread):
         self._wait_seconds = max(1, int(bound / 4))
         self.set_bound(bound)
         waited = float(body["waited_seconds"])
-        if monotonic + waited > self._vouched_at:
-            self._vouched_at = monotonic + waited
-            self._fresh_until = self._vouched_at + bound
-            self.confirm(self._vouched_at, wall + waited)
+        if monotonic + waited > self._fresh_from:
+            self._fresh_from = monotonic + waited
+            self._fresh_until = self._fresh_from + bound
+            self.confirm(self._fresh_from, wall + waited)
 
     def _withdraw(self) -> None:
-        self._vouched_at = self._fresh_until = _NEVER
+        self._fresh_from = self._fresh_until = _NEVER
         self.confirm(_NEVER, 0.0)
 
     def _loop(self) -> None:
@@ -175,7 +175,7 @@ class RemoteFollower(BackgroundThread):
             stop.wait(_REGISTERING_PAUSE_SECONDS if self._after is None else max(0.0, pause))
 
     def _end(self) -> None:
-        """Allow nothing from memory from now on. A reply that is still in flight changes nothing."""
+        """Allow nothing from memory from now on. A reply that is still in flight is ignored."""
         with self._lock:
             self._starts += 1
             self._withdraw()

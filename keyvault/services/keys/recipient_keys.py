@@ -115,7 +115,7 @@ def list_pending(rows: QuerySet[RecipientKey], now: datetime) -> QuerySet[Recipi
 
 
 def find_recipient(credential: Credential, requested_at: datetime) -> str | None:
-    """Return the public key to seal a replacement to that was requested at this time; None: it is not sealed.
+    """Return the public key that seals a replacement requested at this time; None: the replacement is not sealed.
 
     It is the key that the merchant set last, of those that applied then. Without one, a credential with sealed delivery
     has the key of its issuance request.

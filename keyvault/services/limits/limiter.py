@@ -90,7 +90,7 @@ class StoreWatch:
 class Limiter:
     """Spends from the store; while it is lost, from `fallback_store` with `fallback_percent` of each limit.
 
-    Limiters of one store share its watch, so that a lost store delays one request a second in total.
+    Limiters of one store share a circuit breaker, so that a lost store delays one request a second in total.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ _Held = frozenset[tuple[str, str]]
 
 
 def has_two_approving_persons() -> bool:
-    """Whether one person requests a change of an operator and another one approves it, once both can sign in."""
+    """Whether one person could request a change of an operator and another one approve it, once both can sign in."""
     return _has_two(_list_held(_holders()))
 
 

@@ -1,6 +1,6 @@
 """Operators: created on the host or by single sign-on, and changed or disabled there or by a key administrator.
 
-A person changes no operator of their own. `services.operator_changes` decides which changes a second person approves,
+A person does not change their own operators. `services.operator_changes` decides which changes a second person approves,
 and calls this module after the approval.
 """
 
@@ -42,7 +42,9 @@ def create_operator(
     password: Plaintext | None,
     person: str | None = None,
 ) -> Operator:
-    """Create an operator for the console. `person` is the id of an existing person for their second operator.
+    """Create an operator for the console.
+
+    `person`: id of the existing person whose further operator this is; None: a new person.
 
     `password` None: the operator signs in by single sign-on, or cannot sign in until it accepts an invitation.
 

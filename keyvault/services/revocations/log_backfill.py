@@ -1,7 +1,7 @@
 """Append missing revocations to this host's revocation log: those of other hosts, and those that were not written.
 
 The change feed supplies the candidates: rows after the newest one checked, up to the last one below which no row can
-still appear (`settled`).
+still appear (`feed_revocations`).
 
 The backfill also settles lines without an outcome, left by a failed commit or a killed process. An unsettled line would
 count as a revocation after a machine restart.

@@ -11,7 +11,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _NICENESS = 10
-"""Added to the process's own. On a core that is wanted by both, such a thread gets about a tenth of the time."""
+"""Niceness added to the process's own. On a busy core such a thread gets about a tenth of the time."""
 
 
 def _lower() -> None:
@@ -21,7 +21,7 @@ def _lower() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
 
 
-# A thread of its own, because an unprivileged one cannot raise its priority again. As many as the console has threads.
+# Separate threads, because an unprivileged thread cannot raise its priority again. As many as the console has.
 _threads = ThreadPoolExecutor(2, thread_name_prefix="low-priority", initializer=_lower)
 
 

@@ -154,7 +154,7 @@ def list_users(key_id: str) -> list[JsonValue]:
 MAX_READ = 200
 """Maximum contexts of a key and an outcome whose use is listed: half of them the oldest, half of them the newest rows.
 
-A holder of the key can add any number of contexts. These hide neither older ones nor those of another outcome. The
+A holder of the key can add any number of contexts. They must not hide older ones or those of another outcome. The
 rollup into days adds rows, too. The retention limits the buckets of each context.
 """
 
@@ -367,7 +367,7 @@ def find_last_of_keys(
 def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
     """Return the sources that tried to use a key since it was suspended, the latest first.
 
-    At most _MAX_ATTEMPTS known ones and as many unknown ones; never all of one kind instead of the other. Reads
+    At most _MAX_ATTEMPTS known ones and as many unknown ones, so that neither kind displaces the other. Reads
     only the latest MAX_SOURCES sources of `KeySource`, and OTHERS.
     """
     attempts = KeyAttempt.objects.filter(key=key_id, outcome=UseOutcome.REFUSED, last_at__gte=since)

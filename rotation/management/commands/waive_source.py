@@ -12,7 +12,7 @@ from rotation.services.rotations.interventions import waive_source
 
 
 class Command(InterventionCommand):
-    help = "Waives a source of the key that is being retired: the rotation no longer waits for its silence."
+    help = "Waive a source of the key that is being retired: the rotation no longer waits for its silence."
 
     def add_options(self, parser: CommandParser) -> None:
         super().add_options(parser)

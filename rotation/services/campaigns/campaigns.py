@@ -1,8 +1,8 @@
 """Request, approve, reject, pause, resume and cancel campaigns.
 
 One approval covers the selection, the plan and the pace. It is bound to a digest over all three and over the selected
-credentials. It expires as a request that is not approved in time, and as an approval whose rotations were not begun in
-time. Workers do the rest, see `runner`.
+credentials. A request expires if it is not approved in time, an approval if its rotations were not begun in time.
+Workers do the rest, see `runner`.
 """
 
 import secrets
@@ -46,7 +46,7 @@ def request_campaign(
     pace: Pace,
     reason: str,
 ) -> Campaign:
-    """Select credentials, finally, and request their rotation. `merchants` None: all.
+    """Select credentials and request their rotation. The selection is final. `merchants` None: all.
 
     The campaign runs immediately where the environment requires no second person. Raises RequestInvalidError, listing
     each fault, also when nothing is selected; NotFoundError and PermissionMissingError for accounts that the operator

@@ -118,8 +118,8 @@ def list_waived(rotation: Rotation, key: Key) -> set[str]:
 def find_gap(use: SourceUse, environment: Environment, delivered_at: datetime | None) -> int | None:
     """Return the gap by which a source's silence is measured, in seconds; None: it was seen only once.
 
-    The gap that is open when the other key is delivered counts with its length at that time. The sandbox does not
-    measure by gaps. The gap of OTHERS is unknown.
+    A gap that is open when the other key is delivered counts at its length then. The sandbox does not measure by
+    gaps. The gap of OTHERS is unknown.
     """
     if use.name == OTHERS:
         return None
@@ -194,7 +194,7 @@ _MAX_CLIENTS = 20_000
 
 
 def _traffic(key: Key) -> dict[str, Any]:
-    """Return the traffic of a key, without acknowledgements, at a cost that its minutes of use do not increase.
+    """Return the traffic of a key without acknowledgements. The cost does not depend on how long it was used.
 
     Beyond _MAX_CLIENTS the number of sources is a lower bound, and the rotation waits for another proof.
     """

@@ -77,7 +77,7 @@ def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: dat
 
 @dataclass(frozen=True, slots=True)
 class KeyOutline:
-    """What a plan depends on of the key that it retires. `gap_seconds`: the longest gap of its sources."""
+    """Facts of the key to retire that a plan depends on. `gap_seconds`: the longest gap of its sources."""
 
     key_id: str
     expires_at: datetime | None

@@ -216,7 +216,7 @@ def _sweep_batch(sweep: ScheduleSweep, now: datetime) -> int:
 
 
 def _mark_overtaken(row: ScheduledCredential, now: datetime) -> None:
-    """Make a credential due that another writer holds or wrote, perhaps from older facts or without a commit.
+    """Make a credential due whose row another writer holds, or has written from facts that may be older.
 
     One row at a time: a statement that holds no other lock cannot be part of a deadlock.
     """

@@ -96,7 +96,7 @@ def test_failed_apply_confirms_nothing() -> None:
     assert len(memory.confirmed) == 1
 
 
-def test_memory_is_vouched_for_from_when_the_read_was_sent() -> None:
+def test_memory_is_fresh_from_when_the_read_was_sent() -> None:
     """Guarantee: time on the line makes the memory older; only the wait at the service does not."""
     central = Central(page(7), {}, page(7, waited=2.0))
     follower, memory = following(central)
