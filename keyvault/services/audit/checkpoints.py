@@ -86,7 +86,7 @@ _log = logging.getLogger(__name__)
 def sign_due(now: datetime) -> int:
     """Sign the next checkpoint of each served scope whose chains have changed; return how many were stored.
 
-    Safe to kill at any point and to run in several workers: one of them has the lease of a scope. Should its lease be
+    Safe to kill at any point and to run in several workers: one of them has the lease of a scope. If its lease is
     lost, one worker stores the checkpoint of a number, and the other discards its own.
     """
     authorize(WORKER, Permission.AUDIT_SIGN, now=now)

@@ -1,7 +1,7 @@
 """Operators: created on the host or by single sign-on, and changed or disabled there or by a key administrator.
 
-A person does not change their own operators. `services.operator_changes` decides which changes a second person approves,
-and calls this module after the approval.
+A person does not change their own operators. `services.operator_changes` decides which changes a second person
+approves, and calls this module after the approval.
 """
 
 from collections.abc import Iterable
