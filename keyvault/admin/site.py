@@ -291,7 +291,7 @@ class ConsoleSite(AdminSite):
     # --- routes -------------------------------------------------------------------------------------------
 
     def get_urls(self) -> list[URLPattern | URLResolver]:
-        """Route the front page, login, logout and the model admins; none of Django's other admin views."""
+        """Route the overview, login, logout and the model admins; none of Django's other admin views."""
         return [
             path("", self.admin_view(self.front_page), name="index"),
             path("search/", self.admin_view(self.search_page), name="search"),
@@ -320,7 +320,7 @@ class ConsoleSite(AdminSite):
             re_path(r"(?P<url>.*)$", self.admin_view(self.catch_all_view)),
         ]
 
-    # --- the front page and the frame ---------------------------------------------------------------------
+    # --- the overview and the frame ---------------------------------------------------------------------
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
         items = self._attention_items(request)

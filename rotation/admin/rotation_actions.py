@@ -69,7 +69,7 @@ def _request(grant: Grant, cleaned: Cleaned) -> ActionResult:
 
 def _bypass(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
     bypass_rotation(grant, rotation, cleaned["plan_digest"], cleaned["reason"])
-    return ActionResult("Approval bypassed. The bypass stays on the front page until another person has reviewed it.")
+    return ActionResult("Approval bypassed. The bypass stays on the overview until another person has reviewed it.")
 
 
 def _abort(grant: Grant, rotation: Rotation, cleaned: Cleaned) -> ActionResult:
@@ -199,7 +199,7 @@ def _describe_remaining_key(rotation: Rotation) -> str:
 def _warn_of_bypass(rotation: Rotation) -> str:
     return (
         "This is break-glass access: the plan starts without review by a second person. An alarm is raised "
-        "immediately, and the bypass stays on the front page under your name until a second person has reviewed it."
+        "immediately, and the bypass stays on the overview under your name until a second person has reviewed it."
     )
 
 

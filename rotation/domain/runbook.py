@@ -352,7 +352,7 @@ WAITS = (
         ("approval by a second person",),
         "It begins once a person other than the requester has approved exactly this plan. Without approval it expires.",
         (
-            "Ask an approver: the request is on their front page.",
+            "Ask an approver: the request is on their overview.",
             (
                 "If none can be reached and it is urgent, bypass the approval: that is break-glass, raises an alarm, "
                 "and stays listed until reviewed."

@@ -158,7 +158,7 @@ def test_site_front_page_of_a_person_with_two_log_ins_offers_no_own_request(desk
 def test_site_front_page_states_that_more_items_exist_than_it_counts(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The front page reads a bounded number of rows, and does not present that number as the total."""
+    """The overview reads a bounded number of rows, and does not present that number as the total."""
     monkeypatch.setattr(attention, "MAX_ROWS", 2)
     monkeypatch.setattr(attention, "MAX_DECIDABLE", 2)
     for label in ("first", "second"):

@@ -211,7 +211,7 @@ def open_pages(samples: Samples, queries: SlowQueries) -> None:
 
 
 def open_lists_in_scope(samples: Samples, queries: SlowQueries) -> None:
-    """Open the front page and the lists, also filtered ones, as operators with a limited scope."""
+    """Open the overview and the lists, also filtered ones, as operators with a limited scope."""
     lists = [path for name, path in patterns(admin.site.get_urls()) if name.endswith(("_changelist", "_calendar"))]
     assert len(lists) > 20
     for username, scope in SCOPES.items():

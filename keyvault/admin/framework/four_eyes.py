@@ -170,5 +170,5 @@ def break_glass_warning(account: Account) -> str:
         return ""
     return (
         "This is break-glass access. People should not see production keys: the access is recorded under your name "
-        "and stays on the front page until a second person has reviewed it."
+        "and stays on the overview until a second person has reviewed it."
     )

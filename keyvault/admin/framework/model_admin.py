@@ -279,7 +279,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return ()
 
     def line_of(self, row: Any) -> Line:
-        """Return the line of a row on the front page."""
+        """Return the line of a row on the overview."""
         return Line(self.url_of(row), self.name_of(row), "")
 
     def list_context(self, request: HttpRequest) -> dict[str, Any]:
@@ -664,7 +664,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         raise NotFoundError(f"{self.singular} has no action {name!r}.")
 
     def create_links(self, request: HttpRequest) -> list[Link]:
-        """Return links to the create actions that the operator may use, for the front page."""
+        """Return links to the create actions that the operator may use, for the overview."""
         return self._offered_links(request)
 
     def _offered_links(self, request: HttpRequest) -> list[Link]:

@@ -57,7 +57,7 @@ def second_factor_url(next_url: str) -> str:
 
 
 def find_next(request: HttpRequest) -> str:
-    """Return the page of the console to which the request asks to continue; by default the front page."""
+    """Return the page of the console to which the request asks to continue; by default the overview."""
     asked = request.POST.get(REDIRECT_FIELD_NAME) or request.GET.get(REDIRECT_FIELD_NAME, "")
     is_ours = is_console_path(asked) and url_has_allowed_host_and_scheme(asked, {request.get_host()})
     return asked if is_ours else reverse("admin:index")

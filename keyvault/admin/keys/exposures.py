@@ -12,7 +12,7 @@ from keyvault.models.usage import UseSpan
 from keyvault.services.usage.reports import KeyUser
 
 _EXPOSURE_DAYS = 30
-"""Time for which the front page shows a suspected exposure, in days."""
+"""Time for which the overview shows a suspected exposure, in days."""
 
 _MAX_ROWS = 20
 

@@ -104,7 +104,7 @@ class NoticeAdmin(ConsoleModelAdmin):
             "Mark as seen",
             P.NOTICES_MARK,
             run_service(mark_seen, "Marked as seen."),
-            "The alarm leaves the front page and stays in the inbox with your name.",
+            "The alarm leaves the overview and stays in the inbox with your name.",
             is_available=_is_unseen,
         ),
     )

@@ -98,7 +98,7 @@ def test_scope_of_another_merchant_finds_no_object(desk: Desk, scope: AccessScop
 @pytest.mark.database
 @pytest.mark.parametrize("scope", [GLOBEX_SANDBOX, GLOBEX, NOWHERE])
 def test_scope_of_another_merchant_shows_no_id_of_it(desk: Desk, scope: AccessScope) -> None:
-    """Guarantee: no list, form or front page shows an id of another merchant, and no search finds one."""
+    """Guarantee: no list, form or overview shows an id of another merchant, and no search finds one."""
     rows = every_row(desk)
     hidden_models = {type(row) for label, row in rows.items() if label not in SHARED}
     others = {model: set(model._base_manager.values_list("pk", flat=True)) for model in hidden_models}

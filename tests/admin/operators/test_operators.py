@@ -52,7 +52,7 @@ def test_operator_role_is_requested_approved_and_applied_in_the_console(desk: De
 
 
 def _attention(text: str) -> str:
-    """Return the part of the front page before the items without rows."""
+    """Return the part of the overview before the items without rows."""
     return text.partition("all caught up")[0] if "all caught up" in text else text
 
 

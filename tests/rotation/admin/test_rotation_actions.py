@@ -157,7 +157,7 @@ def test_bypass_explains_itself_and_requires_a_reason(desk: Desk) -> None:
 
 
 def test_bypass_is_shown_until_a_second_person_reviews_it(desk: Desk) -> None:
-    """It is on the front page, in the list and on the rotation, whatever happens to the rotation meanwhile."""
+    """It is on the overview, in the list and on the rotation, whatever happens to the rotation meanwhile."""
     row = asked(desk)
     assert send(row, "bypass", browser(desk.responder), reason="leak on a laptop").status_code == 302
     row = get_rotation(row.pk)
@@ -318,7 +318,7 @@ def test_key_of_a_reissued_credential_is_collected_after_it_completed(desk: Desk
 
 
 def test_replacement_is_listed_for_its_requester_until_it_is_collected(desk: Desk) -> None:
-    """The list that the front page links to shows each replacement that waits, and no other."""
+    """The list that the overview links to shows each replacement that waits, and no other."""
     rows = []
     for label in ("collected", "revoked", "waiting"):
         key, _ = issue(desk.sandbox, delivery=Delivery.SHOW_ONCE, label=label)

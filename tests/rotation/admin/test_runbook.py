@@ -1,4 +1,4 @@
-"""A stalled rotation in the console: two clicks from the front page to the remedy and the action."""
+"""A stalled rotation in the console: two clicks from the overview to the remedy and the action."""
 
 import html
 import re
@@ -152,7 +152,7 @@ def test_stall_of_every_kind_in_the_runbook_is_tested() -> None:
 
 @pytest.mark.parametrize("title", CAUSES)
 def test_stall_is_two_clicks_from_its_remedy(title: str, clock: Clock, verifier: UsageLog) -> None:
-    """The front page leads to the rotation, whose page shows the remedy with working links."""
+    """The overview leads to the rotation, whose page shows the remedy with working links."""
     make, expected = CAUSES[title]
     rotation = make(clock, verifier)
     assert rotation.state == S.STALLED
