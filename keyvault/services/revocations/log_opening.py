@@ -1,8 +1,10 @@
 """Create this host's revocation log: at the first start, from the anchor, or after operators accept its loss."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 
 from django.conf import settings
 
@@ -15,7 +17,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.notifications import NoticeKind
-from keyvault.domain.revocation_log import Opened
+from keyvault.domain.revocation_log import Ended, Opened
 from keyvault.models import Key, ServiceToken
 from keyvault.services.approvals.four_eyes import note_command_line_approval
 from keyvault.services.peppers.installation import installation_id
@@ -141,8 +143,8 @@ class ReplayPreview:
     is_lost: bool
 
 
-def preview_replay() -> ReplayPreview:
-    """Compare the database with the log and with what only the anchor has. Writes nothing.
+def preview_replay(more: Iterable[Ended] = ()) -> ReplayPreview:
+    """Compare the database with the log, with what only the anchor has, and with `more`. Writes nothing.
 
     Raises OSError, StateConflictError if the log belongs to another installation, IntegrityError before setup, and
     BackendError if a part of the anchor cannot be read.
@@ -153,7 +155,7 @@ def preview_replay() -> ReplayPreview:
         anchor = find_anchor()
     except BackendError as error:
         unread = error.internal or error.detail
-    found = compare_revocation_log(() if anchor is None else list_missing(anchor))
+    found = compare_revocation_log(chain(() if anchor is None else list_missing(anchor), more))
     return ReplayPreview(found, unread, anchor is None and is_lost())
 
 
