@@ -18,7 +18,13 @@ from keyvault.domain.timestamps import format_timestamp
 from keyvault.management.json_command import JsonCommand
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.revocations.log_export import add_export, list_exported, read_export, require_recent
-from keyvault.services.revocations.log_opening import accept_loss, is_lost, preview_replay, recover_revocation_log
+from keyvault.services.revocations.log_opening import (
+    Recovery,
+    accept_loss,
+    is_lost,
+    preview_replay,
+    recover_revocation_log,
+)
 from keyvault.services.revocations.replay import Replay, replay_revocations
 from keyvault.services.startup.startup_checks import format_log_damage, format_log_loss
 
@@ -58,12 +64,12 @@ class Command(JsonCommand):
                 operator, approver = (self.unlimited_operator(options[name]) for name in ("by", "approved_by"))
                 accept_loss(grant, operator, approver, options["reason"])
             with _open_if_any(options["export"]) as file:
-                replay, unread = self._preview(file) if options["dry_run"] else self._replay(grant, file)
+                replay, recovery = self._preview(file) if options["dry_run"] else self._replay(grant, file)
         except OSError as error:
             raise CommandError(
                 f"the revocation log {settings.REVOCATION_LOG} cannot be used: {error.strerror}"
             ) from error
-        found = replay.found
+        found, unread = replay.found, recovery.unread
         self.is_repaired = not (replay.left or found.damaged or unread or replay.counter < found.highest)
         return {
             "ok": self.is_repaired,
@@ -74,14 +80,16 @@ class Command(JsonCommand):
             "left": _named(replay.left),
             "unknown": _named(sorted(found.unknown)),
             "damaged": found.damaged,
+            "anchored": recovery.has_anchor,
             "anchor_unread": unread,
+            "newest_revocation": found.newest_at,
             "export": None if self.export is None else {"at": self.export[0].at, "added": self.export[1]},
             "journal_sequence": found.highest,
             "sequence_before": found.counter,
             "sequence": replay.counter,
         }
 
-    def _preview(self, file: BinaryIO | None) -> tuple[Replay, str | None]:
+    def _preview(self, file: BinaryIO | None) -> tuple[Replay, Recovery]:
         export = None if file is None else read_export(file)
         preview = preview_replay(() if file is None or export is None else list_exported(file, export))
         if preview.is_lost and export is None:
@@ -91,23 +99,23 @@ class Command(JsonCommand):
             if preview.is_lost:
                 require_recent(export)
         found = preview.found
-        return Replay(found, [], list(found.lost), found.counter), preview.unread
+        recovery = Recovery(has_anchor=preview.has_anchor, unread=preview.unread)
+        return Replay(found, [], list(found.lost), found.counter), recovery
 
-    def _replay(self, grant: Grant, file: BinaryIO | None) -> tuple[Replay, str | None]:
-        unread = recover_revocation_log(self.now).unread
+    def _replay(self, grant: Grant, file: BinaryIO | None) -> tuple[Replay, Recovery]:
+        recovery = recover_revocation_log(self.now)
         if file is not None:
             self.export = add_export(grant, file)
         if is_lost():
-            raise CommandError(format_log_loss(unread))
-        return replay_revocations(grant), unread
+            raise CommandError(format_log_loss(recovery.unread))
+        return replay_revocations(grant), recovery
 
     def format_text(self, answer: Mapping[str, Any]) -> str:
         lines = ["the loss is accepted, with an audit entry and an alarm; a new log is created"] * answer["accepted"]
         lines += [f"{answer['journal']}: {answer['lines']} lines, up to change {answer['journal_sequence']}"]
         if export := answer["export"]:
-            until = format_timestamp(export["at"])
-            lines.append(f"{export['added']} revocations of the export were added to the log")
-            lines.append(f"REVOKE BY HAND what was revoked after {until}, unless the log or the anchor had it")
+            at = format_timestamp(export["at"])
+            lines.append(f"the export of {at} had {export['added']} revocations that the log lacked")
         lines += [f"revoked again: {each['kind']} {each['id']}" for each in answer["replayed"]]
         lines += [f"STILL ACTIVE: {each['kind']} {each['id']}" for each in answer["left"]]
         if answer["unknown"]:
@@ -116,6 +124,15 @@ class Command(JsonCommand):
             lines.append(f"DAMAGED: {format_log_damage(answer['damaged'])}")
         if answer["anchor_unread"]:
             lines.append(f"the revocation anchor was NOT compared: {answer['anchor_unread']}")
+        elif not answer["anchored"]:
+            newest = answer["newest_revocation"]
+            until = (
+                "it has no revocation" if newest is None else f"its newest revocation is of {format_timestamp(newest)}"
+            )
+            lines.append(
+                f"there is no revocation anchor, so nothing shows whether this log is complete: {until}. After a "
+                "restore revoke by hand what was revoked later"
+            )
         before, now = answer["sequence_before"], answer["sequence"]
         lines.append(f"the sequence of changes is {now}" + (f", it was {before}" if now != before else ""))
         is_behind = answer["left"] or answer["damaged"] or now < answer["journal_sequence"]

@@ -74,9 +74,13 @@ def open_revocation_log(now: datetime) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """`is_changed`: the log has lines that it lacked. `unread`: why the anchor could not be read; None: it was."""
+    """`is_changed`: the log has lines that it lacked. `has_anchor`: there is an anchor, which was read.
 
-    is_changed: bool
+    `unread`: why the anchor could not be read; None: it was.
+    """
+
+    is_changed: bool = False
+    has_anchor: bool = False
     unread: str | None = None
 
 
@@ -89,12 +93,12 @@ def recover_revocation_log(now: datetime) -> Recovery:
     _require_own_log()
     try:
         anchor = find_anchor()
-        return Recovery(anchor is not None and update_log(anchor, now) > 0)
+        return Recovery() if anchor is None else Recovery(update_log(anchor, now) > 0, has_anchor=True)
     except BackendError as error:
         why = error.internal or error.detail
         _log.error("the revocation log was not compared with the revocation anchor", extra={"why": why})
         late_comparison.is_due = True
-        return Recovery(is_changed=False, unread=why)
+        return Recovery(unread=why)
 
 
 @dataclass(slots=True)
@@ -133,12 +137,13 @@ late_comparison = LateComparison()
 
 @dataclass(frozen=True, slots=True)
 class ReplayPreview:
-    """The expected findings of a replay. `unread`: why the anchor could not be read; None: it was.
+    """The expected findings of a replay. `has_anchor` and `unread` as in `Recovery`.
 
     `is_lost`: the log is lost, and there is no readable anchor to rebuild it from.
     """
 
     found: Comparison
+    has_anchor: bool
     unread: str | None
     is_lost: bool
 
@@ -156,7 +161,7 @@ def preview_replay(more: Iterable[Ended] = ()) -> ReplayPreview:
     except BackendError as error:
         unread = error.internal or error.detail
     found = compare_revocation_log(chain(() if anchor is None else list_missing(anchor), more))
-    return ReplayPreview(found, unread, anchor is None and is_lost())
+    return ReplayPreview(found, anchor is not None, unread, anchor is None and is_lost())
 
 
 def _require_own_log() -> None:
