@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
-from keyvault.backends.private_files import sync_folder
+from keyvault.backends.private_files import new_private_file
 from keyvault.domain.errors import IntegrityError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 
@@ -88,27 +88,15 @@ def writing_archive(path: Path, passphrase: Plaintext) -> Iterator[ArchiveWriter
 
     Raises StateConflictError if there is such a file, and OSError.
     """
-    if path.exists():
-        raise StateConflictError(f"The file {path} exists. Name another one: a backup replaces no file.")
-    partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with new_private_file(path) as file:
             archive = ArchiveWriter(file, passphrase)
             try:
                 yield archive
             finally:
                 archive.close()
-            file.flush()
-            os.fsync(file.fileno())
-        # A link, unlike a rename, replaces no file that was made meanwhile.
-        os.link(partial, path)
     except FileExistsError:
         raise StateConflictError(f"The file {path} exists. Name another one: a backup replaces no file.") from None
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 class ArchiveReader:

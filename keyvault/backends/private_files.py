@@ -1,11 +1,15 @@
 """Private folders and first-run secrets of the data folder, readable by their owner only."""
 
 import base64
+import errno
 import os
 import secrets
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from django.core.exceptions import ImproperlyConfigured
 
@@ -68,6 +72,29 @@ def write_private_file(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+    sync_folder(path.parent)
+
+
+@contextmanager
+def new_private_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a new file that only its owner can read; it has its name once it is whole and on the disk.
+
+    Raises FileExistsError if there is such a file, and OSError.
+    """
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        # A link, unlike a rename, replaces no file that was made meanwhile.
+        os.link(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

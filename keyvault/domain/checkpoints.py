@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -147,7 +147,22 @@ def parse_checkpoint(body: bytes) -> Checkpoint:
     return checkpoint
 
 
-def find_signature_fault(signed: SignedCheckpoint, keys: PublicKeys) -> str | None:
+class Signed(Protocol):
+    """What a signer has signed: `body`, with a key of its scope."""
+
+    @property
+    def scope(self) -> str: ...
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def signature(self) -> bytes: ...
+    @property
+    def signer(self) -> str: ...
+    @property
+    def key_version(self) -> int: ...
+
+
+def find_signature_fault(signed: Signed, keys: PublicKeys) -> str | None:
     """Return why the signature is not valid, or None."""
     key = keys.get((signed.scope, signed.signer, signed.key_version))
     if key is None:

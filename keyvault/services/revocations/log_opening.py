@@ -1,8 +1,10 @@
 """Create this host's revocation log: at the first start, from the anchor, or after operators accept its loss."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 
 from django.conf import settings
 
@@ -15,7 +17,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.notifications import NoticeKind
-from keyvault.domain.revocation_log import Opened
+from keyvault.domain.revocation_log import Ended, Opened
 from keyvault.models import Key, ServiceToken
 from keyvault.services.approvals.four_eyes import note_command_line_approval
 from keyvault.services.peppers.installation import installation_id
@@ -72,9 +74,13 @@ def open_revocation_log(now: datetime) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """`is_changed`: the log has lines that it lacked. `unread`: why the anchor could not be read; None: it was."""
+    """`is_changed`: the log has lines that it lacked. `has_anchor`: there is an anchor, which was read.
 
-    is_changed: bool
+    `unread`: why the anchor could not be read; None: it was.
+    """
+
+    is_changed: bool = False
+    has_anchor: bool = False
     unread: str | None = None
 
 
@@ -87,12 +93,12 @@ def recover_revocation_log(now: datetime) -> Recovery:
     _require_own_log()
     try:
         anchor = find_anchor()
-        return Recovery(anchor is not None and update_log(anchor, now) > 0)
+        return Recovery() if anchor is None else Recovery(update_log(anchor, now) > 0, has_anchor=True)
     except BackendError as error:
         why = error.internal or error.detail
         _log.error("the revocation log was not compared with the revocation anchor", extra={"why": why})
         late_comparison.is_due = True
-        return Recovery(is_changed=False, unread=why)
+        return Recovery(unread=why)
 
 
 @dataclass(slots=True)
@@ -131,18 +137,19 @@ late_comparison = LateComparison()
 
 @dataclass(frozen=True, slots=True)
 class ReplayPreview:
-    """The expected findings of a replay. `unread`: why the anchor could not be read; None: it was.
+    """The expected findings of a replay. `has_anchor` and `unread` as in `Recovery`.
 
     `is_lost`: the log is lost, and there is no readable anchor to rebuild it from.
     """
 
     found: Comparison
+    has_anchor: bool
     unread: str | None
     is_lost: bool
 
 
-def preview_replay() -> ReplayPreview:
-    """Compare the database with the log and with what only the anchor has. Writes nothing.
+def preview_replay(more: Iterable[Ended] = ()) -> ReplayPreview:
+    """Compare the database with the log, with what only the anchor has, and with `more`. Writes nothing.
 
     Raises OSError, StateConflictError if the log belongs to another installation, IntegrityError before setup, and
     BackendError if a part of the anchor cannot be read.
@@ -153,8 +160,8 @@ def preview_replay() -> ReplayPreview:
         anchor = find_anchor()
     except BackendError as error:
         unread = error.internal or error.detail
-    found = compare_revocation_log(() if anchor is None else list_missing(anchor))
-    return ReplayPreview(found, unread, anchor is None and is_lost())
+    found = compare_revocation_log(chain(() if anchor is None else list_missing(anchor), more))
+    return ReplayPreview(found, anchor is not None, unread, anchor is None and is_lost())
 
 
 def _require_own_log() -> None:

@@ -43,10 +43,12 @@ class Comparison:
 
     `lost`: revoked in the log and alive in the database, or no longer known as compromised. `unknown`: revoked and
     without a row, so it authenticates nothing. `damaged`: line numbers. `highest`: newest change in the log.
-    `counter`: newest change sequence drawn by the database. `installations`: ids that the log belongs to.
+    `newest_at`: time of its newest revocation; None: it has none. `counter`: newest change sequence drawn by the
+    database. `installations`: ids that the log belongs to.
     """
 
     highest: int = 0
+    newest_at: datetime | None = None
     counter: int = 0
     lines: int = 0
     lost: dict[Subject, Ended] = field(default_factory=dict)
@@ -143,7 +145,10 @@ def _batches(found: Comparison, more: Iterable[Ended], now: datetime) -> Iterato
     batch: list[Ended] = []
     for line in chain(_confirmed_lines(confirmed, found), more):
         found.highest = max(found.highest, line.sequence)
-        if isinstance(line, Ended) and not line.has_expired(now):
+        if not isinstance(line, Ended):
+            continue
+        found.newest_at = line.at if found.newest_at is None else max(found.newest_at, line.at)
+        if not line.has_expired(now):
             batch.append(line)
         if len(batch) == _BATCH:
             yield batch

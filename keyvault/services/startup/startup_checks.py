@@ -232,8 +232,9 @@ def format_log_loss(unread: str | None) -> str:
     return (
         f"the revocation log {settings.REVOCATION_LOG} is missing or empty, {anchor}, and this database has issued "
         "keys or tokens: those revoked since a backup was made could be valid again. Restore the log from its own "
-        "backup, or on a new host copy another host's, and run: manage.py replay_revocations; if it is permanently "
-        "lost, run: manage.py replay_revocations --accept-loss --by NAME --approved-by NAME --reason WHY"
+        "backup, or on a new host copy another host's, and run: manage.py replay_revocations; with a file of "
+        "export_revocations, run: manage.py replay_revocations --from FILE; if all are lost, run: manage.py "
+        "replay_revocations --accept-loss --by NAME --approved-by NAME --reason WHY"
     )
 
 

@@ -180,12 +180,28 @@ def test_backup_drill_on_postgresql_leaves_nothing_revoked_active(postgres_drill
     drill_on_the_same_host(postgres_drill)
 
 
-def drill_on_a_new_host(drill: Drill) -> None:
+def export_revocations(drill: Drill, name: str) -> str:
+    path = str(drill.folder / name)
+    drill.host.run_json("manage.py", "export_revocations", "--to", path, "--json")
+    return path
+
+
+def replay_log(drill: Drill, new: Host) -> Any:
+    """Copy the log of the former host, and replay it."""
+    log = drill.data(new) / "revocation_log"
+    log.write_bytes((drill.data(drill.host) / "revocation_log").read_bytes())
+    assert "is behind the revocation log" in new.run("-c", START).stderr
+    return new.run_json("manage.py", "replay_revocations", "--json")
+
+
+def drill_on_a_new_host(drill: Drill, *, by_export: bool) -> None:
     host = drill.host
     created = host.run_json("-c", CREATE)
+    older = export_revocations(drill, "older") if by_export else ""
     drill.back_up()
     host.run_json("-c", REVOKE, json.dumps(created))
     assert host.run("-c", ANCHOR).returncode == 0
+    export = export_revocations(drill, "export") if by_export else ""
     before = host.run_json("-c", DUMP_STATE)
     drill.make_empty()
 
@@ -211,10 +227,16 @@ def drill_on_a_new_host(drill: Drill) -> None:
     assert "manage.py replay_revocations" in new.run("-c", START).stderr
     assert [path.name for path in (drill.data(new) / "backup-work").iterdir()] == []
 
-    log = drill.data(new) / "revocation_log"
-    log.write_bytes((drill.data(host) / "revocation_log").read_bytes())
-    assert "is behind the revocation log" in new.run("-c", START).stderr
-    assert len(new.run_json("manage.py", "replay_revocations", "--json")["replayed"]) == 5
+    if by_export:
+        assert "altered" in new.run("manage.py", "replay_revocations", "--from", str(drill.archive)).stderr
+        assert "manage.py replay_revocations" in new.run("-c", START).stderr
+        replayed = new.run_json("manage.py", "replay_revocations", "--from", export, "--json")
+        # The log exists now, so that an older export may be added: it has nothing that the log lacks.
+        again = new.run_json("manage.py", "replay_revocations", "--from", older, "--json")
+        assert (again["replayed"], again["export"]["added"]) == ([], 0)
+    else:
+        replayed = replay_log(drill, new)
+    assert len(replayed["replayed"]) == 5
     assert new.run("-c", START).returncode == 0, "every pepper is readable"
     assert new.run_json("-c", DUMP_STATE)["keys"] == before["keys"]
 
@@ -229,14 +251,16 @@ def drill_on_a_new_host(drill: Drill) -> None:
 
 
 def test_backup_drill_on_a_new_host_on_sqlite(sqlite_drill: Drill) -> None:
-    """Guarantee: without a log, a restored database does not start unnoticed. The archive opens no keystore alone."""
-    drill_on_a_new_host(sqlite_drill)
+    """Guarantee: without a log, a restored database does not start before the replay of an export. The archive opens no
+    keystore alone.
+    """
+    drill_on_a_new_host(sqlite_drill, by_export=True)
 
 
 @pytest.mark.postgres
 def test_backup_drill_on_a_new_host_on_postgresql(postgres_drill: Drill) -> None:
     """Guarantee: without a log, a restored database does not start unnoticed. The archive opens no keystore alone."""
-    drill_on_a_new_host(postgres_drill)
+    drill_on_a_new_host(postgres_drill, by_export=False)
 
 
 def test_restore_refuses_what_belongs_to_another_installation(sqlite_drill: Drill) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from io import BytesIO
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -71,7 +72,7 @@ from keyvault.services.pepper_rotation import propagation, rotation
 from keyvault.services.recording import notifications, revocation_log
 from keyvault.services.recording import transaction as recording
 from keyvault.services.recording.authorization import operator_principal
-from keyvault.services.revocations import log_opening, replay
+from keyvault.services.revocations import log_export, log_opening, replay
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.sessions import invitations, second_factors, sessions, sign_in
 from keyvault.services.tokens import customer_tokens, service_tokens
@@ -210,6 +211,17 @@ def _accept_loss(scene: Scene) -> Callable[[], object]:
     return lambda: log_opening.accept_loss(
         grant(HOST, P.REVOCATIONS_REPLAY), scene.admin, scene.approver, "the disk is gone"
     )
+
+
+def _add_export(scene: Scene) -> Callable[[], object]:
+    issue(scene.sandbox)
+    path = settings.REVOCATION_LOG.with_name("export-of-a-test")
+    path.unlink(missing_ok=True)
+    log_export.write_export(path, now())
+    file = BytesIO(path.read_bytes())
+    path.unlink()
+    settings.REVOCATION_LOG.unlink()
+    return lambda: log_export.add_export(grant(HOST, P.REVOCATIONS_REPLAY), file)
 
 
 def _accept_rollback(scene: Scene) -> Callable[[], object]:
@@ -671,6 +683,7 @@ ACTIONS: dict[str, Action] = {
     "keys.lifecycle.reapply_revocation": Action(_reapply_revocation, ["key.revocation_replayed"], ["key"]),
     "audit.rollback.accept_rollback": Action(_accept_rollback, ["audit.rollback_accepted"], []),
     "backups.restore.record_restore": Action(_record_restore, ["backup.restored"], []),
+    "revocations.log_export.add_export": Action(_add_export, ["journal.rebuilt"], []),
     "revocations.log_opening.accept_loss": Action(_accept_loss, ["journal.loss_accepted"], []),
     "revocations.replay.replay_revocations": Action(_replay, ["key.revocation_replayed"], ["key"]),
     "tokens.customer_tokens.revoke_customer_token": Action(
