@@ -74,7 +74,7 @@ from keyvault.admin.operators.operator_changes import OperatorChangeAdmin
 from keyvault.admin.operators.operators import OperatorAdmin
 from keyvault.admin.operators.sessions import ConsoleSessionAdmin
 from keyvault.admin.oversight import approvals, audit_export, health, refusals
-from keyvault.admin.oversight.audit import AuditEntryAdmin
+from keyvault.admin.oversight.audit import ACTOR_CHOICES, AuditEntryAdmin
 from keyvault.admin.oversight.break_glass import BreakGlassAdmin
 from keyvault.admin.oversight.inbox import NoticeAdmin
 from keyvault.admin.oversight.refusals import RefusalAdmin
@@ -153,7 +153,7 @@ class ConsoleSite(AdminSite):
     def __init__(self, name: str = "admin") -> None:
         super().__init__(name)
         self._pages: list[ConsolePage] = [
-            *(MERCHANT_CHOICES, CREDENTIAL_CHOICES),
+            *(MERCHANT_CHOICES, CREDENTIAL_CHOICES, ACTOR_CHOICES),
             *approvals.PAGES,
             *refusals.PAGES,
             *health.PAGES,

@@ -66,6 +66,8 @@ class AuditEntry(models.Model):
             models.Index(fields=["event", "-at"], name="audit_by_event"),
             models.Index(fields=["scope", "-at"], name="audit_by_scope"),
             models.Index(fields=["scope", "event", "-at"], name="audit_by_scope_event"),
+            models.Index(fields=["actor", "-at"], name="audit_by_actor"),
+            models.Index(fields=["scope", "actor", "-at"], name="audit_by_scope_actor"),
         ]
 
     def __str__(self) -> str:

@@ -35,7 +35,11 @@ class Refusal(models.Model):
             models.Index(fields=["environment", "-at", "-request_id"], name="refusal_by_env"),
             models.Index(fields=["at"], name="refusal_unproved", condition=models.Q(key_id="")),
             models.Index(fields=["key_id"], name="refusal_by_key", condition=~models.Q(key_id="")),
-            models.Index(fields=["merchant_id"], name="refusal_by_merchant", condition=~models.Q(merchant_id="")),
+            models.Index(
+                fields=["merchant_id", "environment", "-at", "-request_id"],
+                name="refusal_of_account",
+                condition=~models.Q(merchant_id=""),
+            ),
         ]
 
     def __str__(self) -> str:

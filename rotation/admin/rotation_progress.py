@@ -12,7 +12,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.components import Banner, Card, Checks, EvidenceItem
-from keyvault.admin.framework.widgets import Link, Table, badge, counted, identifier, link, moment, mono, seconds
+from keyvault.admin.framework.widgets import Link, Table, badge, counted, identifier, link, moment, mono, noted, seconds
 from keyvault.admin.keys.traffic import traffic_card
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.sources import name_source
@@ -171,7 +171,7 @@ def read_rotation_traffic(row: Rotation, retiring: Key, now: datetime) -> Traffi
     since, until = row.created_at - _BEFORE, now if row.closed_at is None else min(now, row.closed_at + _BEFORE)
     keys = [key.key_id for key in (row.predecessor, row.replacement) if key is not None]
     step = choose_step(since, until, now)
-    return read_traffic(keys, since, until, step, users_of=retiring.key_id, outcomes=SIGNS_OF_LIFE)
+    return read_traffic(keys, since, until, step, users_of=[retiring.key_id], outcomes=SIGNS_OF_LIFE)
 
 
 def chart_card(row: Rotation, traffic: Traffic, now: datetime) -> Card | None:
@@ -188,7 +188,7 @@ def chart_card(row: Rotation, traffic: Traffic, now: datetime) -> Card | None:
 
 def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Table:
     """Return who uses the key that is being retired, with what each source still has to do, and the rows as CSV."""
-    users = first_of_each_outcome(traffic.users, _MAX_USERS)
+    users = first_of_each_outcome(traffic.users[key.key_id], _MAX_USERS)
     names = [name_source(user.source, user.user_agent) for user in users]
     is_old = key is row.predecessor
     other_id = row.replacement_id if is_old else row.predecessor_id
@@ -206,9 +206,7 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
         ["source and program", "endpoint", "requests", "last seen", "status"],
         [
             [
-                format_html(
-                    '{}<div class="quiet small">{}</div>', mono(user.source), user.user_agent or "no user agent"
-                ),
+                noted(mono(user.source), user.user_agent or "no user agent"),
                 mono(user.endpoint or "none"),
                 f"{user.count:,}",
                 moment(user.last_at),
@@ -237,17 +235,13 @@ def _status(
     if name in until:
         end = until[name]
         need = describe_need(name) if end is None else format_html("silence is proved {}", moment(end))
-        return _badge_and_note(badge("awaited", "wait"), need)
+        return noted(badge("awaited", "wait"), need)
     moved_at = moved.get(name)
     if moved_at is not None and moved_at >= user.last_at:
-        return _badge_and_note(badge("switched", "good"), format_html("other key used {}", moment(moved_at)))
+        return noted(badge("switched", "good"), format_html("other key used {}", moment(moved_at)))
     if name in judged:
         return badge("silent_or_waived", "good")
     return badge("not_switched") if row.stage in _BEFORE_SILENCE and row.state not in CLOSED else ""
-
-
-def _badge_and_note(mark: SafeString, note: SafeString | str) -> SafeString:
-    return format_html('{}<div class="quiet small">{}</div>', mark, note)
 
 
 def _csv_button(users: Sequence[KeyUser]) -> SafeString:

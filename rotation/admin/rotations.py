@@ -420,7 +420,10 @@ class RotationAdmin(ConsoleModelAdmin):
         )
         current = next((item for item in rotations if S(item.state) not in CLOSED), None)
         if current is not None:
-            return Extras(links=[Link("Show rotation", self.url_of(current))], sections=[table])
+            url = self.url_of(current)
+            is_its_key = isinstance(row, Credential) or row.pk in {current.predecessor_id, current.replacement_id}
+            badges = [link(url, badge("rotating"))] if is_its_key else []
+            return Extras(links=[Link("Show rotation", url)], sections=[table], badges=badges)
         if not may(request, P.ROTATIONS_WRITE, credential.account):
             return Extras(sections=[table])
         # The page of a credential has loaded its living keys; that of a key does not load all keys of its credential.

@@ -15,7 +15,7 @@ from rotation.admin.plan_fields import WEEKDAYS, show_override
 from rotation.domain.plan_fields import SHARED_FIELDS
 from rotation.domain.windows import clock_text
 from rotation.models import BlackoutCalendar, RotationSchedule
-from rotation.services.schedules.calendar import ScheduledDate
+from rotation.services.schedules.calendar import DateState, NextRotation, ScheduledDate
 from rotation.services.schedules.schedules import find_draft, partial_draft
 
 _MAX_ROTATIONS = 20
@@ -32,6 +32,17 @@ def next_facts(date: ScheduledDate | None) -> FactTable:
         ("Schedule", date.schedule),
     ]
     return FactTable("Next scheduled rotation", [*rows, *([("Reason", date.why)] if date.why else [])])
+
+
+def next_rotation_cell(found: NextRotation) -> SafeString | str:
+    """Render when the next rotation of a credential begins, or the state of the open one."""
+    if found.open_rotation is not None:
+        url = reverse("admin:rotation_rotation_change", args=[found.open_rotation.rotation_id])
+        return link(url, badge(found.open_rotation.state))
+    if found.date is None:
+        return NOTHING
+    is_dated = found.date.state is DateState.PLANNED and found.date.begins_at is not None
+    return moment(found.date.begins_at) if is_dated else badge(found.date.state)
 
 
 def credential_link(credential_id: str, label: str) -> SafeString:

@@ -1,6 +1,6 @@
 """Rotation schedules in the console, and the calendar of scheduled rotations."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,6 +32,7 @@ from keyvault.admin.framework.widgets import (
     Detail,
     Extras,
     FactTable,
+    KeyDates,
     Link,
     Table,
     badge,
@@ -48,13 +49,14 @@ from rotation.admin.schedule_widgets import (
     format_schedule_window,
     format_scope,
     next_facts,
+    next_rotation_cell,
     rotations_table,
     schedule_facts,
     schedules_in_scope,
 )
 from rotation.admin.standing_approvals import approval_state, request_action
 from rotation.models import RotationSchedule
-from rotation.services.schedules.calendar import find_next
+from rotation.services.schedules.calendar import find_next, list_next_of
 from rotation.services.schedules.reports import state_of_schedule
 from rotation.services.schedules.schedules import (
     disable_schedule,
@@ -232,6 +234,12 @@ class RotationScheduleAdmin(ConsoleModelAdmin):
             return Extras(links=links) if isinstance(row, Account) else None
         now = datetime.now(UTC)
         return Extras(links=links, sections=[next_facts(find_next(row, now))])
+
+    def find_key_dates(self, request: HttpRequest, credentials: Sequence[Credential]) -> Mapping[str, KeyDates]:
+        if not self.has_view_permission(request):
+            return {}
+        found = list_next_of(credentials, datetime.now(UTC))
+        return {pk: KeyDates(each.cryptoperiod, next_rotation_cell(each)) for pk, each in found.items()}
 
     # --- the calendar -------------------------------------------------------------------------------------------
 

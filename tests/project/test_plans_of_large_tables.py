@@ -66,8 +66,17 @@ AUDIT_QUERIES = (
     "q=req_1&event=issuance.requested",
     "q=req_1&chain=account:merchant-7/production",
     "q=req_1&at__gte=2020-01-01T00:00:00Z",
+    "q=req_1&actor=worker",
+    "q=req_1&merchant=merchant-7",
+    "actor=nobody",
+    "actor=worker",
+    "actor=worker&event=issuance.requested",
+    "actor=worker&at__gte=2020-01-01T00:00:00Z",
+    "actor=worker&merchant=merchant-7",
+    "merchant=merchant-7",
+    "merchant=merchant-7&event=issuance.requested",
 )
-"""Searches of the audit entries, with and without a chain."""
+"""Searches and filters of the audit entries, with and without a chain."""
 
 SCOPES = {
     "production": AccessScope(environments=frozenset({Environment.PRODUCTION})),
@@ -233,6 +242,7 @@ def list_filtered(samples: Samples) -> list[str]:
         f"{calendar}?merchant={merchant}",
         *(f"{reverse('admin:choices_merchants')}?q={words}" for words in ("merchant-1", "Merchant")),
         *(f"{reverse('admin:choices_credentials')}?q={words}" for words in (merchant, "crd_1", "shop")),
+        f"{reverse('admin:choices_actors')}?q=op",
         f"{reverse('admin:keyvault_key_changelist')}?exposed=lately",
         f"{reverse('admin:keyvault_notice_changelist')}?what=unseen",
         f"{reverse('admin:keyvault_breakglass_changelist')}?review=open",

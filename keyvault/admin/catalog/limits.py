@@ -4,7 +4,8 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Model, Q, QuerySet
+from django.db.models import CharField, Model, Q, QuerySet
+from django.db.models.functions import Cast, Concat
 from django.http import HttpRequest
 from django.urls import reverse
 
@@ -13,6 +14,7 @@ from keyvault.access.endpoint_description import format_limit
 from keyvault.access.limits import MAX_COUNT, MAX_SECONDS, Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import EVERYWHERE, AccessScope
+from keyvault.admin.framework.account_lists import AccountList, text
 from keyvault.admin.framework.accounts import (
     AccountRowAdmin,
     account_link,
@@ -32,7 +34,7 @@ from keyvault.admin.framework.columns import badge_column
 from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.scoping import in_scope
-from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Link, Table, badge, link, mono
+from keyvault.admin.framework.widgets import Detail, Extras, FactTable, Link, Table, badge, link, moment, mono
 from keyvault.domain.environments import Environment
 from keyvault.models import Account, LimitOverride
 from keyvault.services.catalog.catalog import current_catalog, limit_of
@@ -203,6 +205,28 @@ class LimitOverrideAdmin(AccountRowAdmin):
     def detail(self, request: HttpRequest, row: LimitOverride) -> Detail:
         notes = [] if _is_set(row) else ["This limit was cleared. The next broader limit applies."]
         return Detail(title=self.name_of(row), state=_state(row), sections=[self.summary(row)], notes=notes)
+
+    def account_list(self, request: HttpRequest) -> AccountList | None:
+        if not self.has_view_permission(request):
+            return None
+        return AccountList(
+            "Limits of endpoints",
+            ["endpoint", "limit", "set"],
+            lambda account: account.limit_overrides.filter(limit_count__isnull=False).order_by("-created_at"),
+            label="endpoint",
+            state=text(""),
+            detail=Concat(Cast("limit_count", CharField()), text(" "), Cast("limit_seconds", CharField())),
+            at="created_at",
+            cells=lambda row: [
+                link(self.url_of(LimitOverride(pk=row.pk)), mono(row.label)),
+                format_limit(Limit(*map(int, row.detail.split()))),
+                moment(row.at),
+            ],
+            list_url=lambda account: self.list_url(
+                f"?q={account.merchant_id}&environment__exact={account.environment}"
+            ),
+            empty="No limit of its own for an endpoint.",
+        )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         """Add the limits of an account to its page, with a link to set them."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Prefetch, QuerySet, prefetch_related_objects
+from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
@@ -89,18 +89,24 @@ def account_crumbs(account: Account) -> list[Link]:
     return [Link(str(account), reverse("admin:keyvault_account_change", args=[account.pk]))]
 
 
-def accounts_in_scope(request: HttpRequest, merchant: Merchant) -> list[Account]:
-    """Return the merchant's accounts in the operator's scope, by environment. They are read once for a page."""
-    seen = Account.objects.filter(in_scope(operator_of(request).scope, "pk")).select_related("merchant")
-    prefetch_related_objects([merchant], Prefetch("accounts", seen.order_by("environment")))
-    return list(merchant.accounts.all())
+def accounts_in_scope(request: HttpRequest, merchant: Any) -> list[Account]:
+    """Return the merchant's accounts in the operator's scope, by environment. `seen_accounts`: if they were read."""
+    if not hasattr(merchant, "seen_accounts"):
+        merchant.seen_accounts = list_accounts(request, merchant.pk)
+    accounts: list[Account] = merchant.seen_accounts
+    return accounts
+
+
+def list_accounts(request: HttpRequest, merchant_id: str) -> list[Account]:
+    """Return the accounts of a merchant's id in the operator's scope, by environment, with the merchant."""
+    rows = Account.objects.filter(in_scope(operator_of(request).scope, "pk"), merchant=merchant_id)
+    return list(rows.select_related("merchant").order_by("environment"))
 
 
 class AccountRowAdmin(ConsoleModelAdmin):
     """Model admin of rows with an account."""
 
     account_lookup = "account"
-    is_linked_from_merchants = True
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("account__merchant")

@@ -1,9 +1,10 @@
 """Audit entries as sentences, for the activity of an account and of its rows."""
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 
@@ -12,6 +13,7 @@ from keyvault.admin.framework.components import Card, Feed, FeedEntry
 from keyvault.admin.framework.enforcement import may
 from keyvault.domain.audit import account_chain
 from keyvault.models import Account, AuditEntry
+from keyvault.models.union_parts import limit_part
 
 MAX_READ = 300
 """Maximum entries that a page reads: the newest of the account's chain."""
@@ -73,39 +75,58 @@ def sentence_of(event: str, actor: str) -> str:
     return f"{name_event(event)} by {actor.partition(':')[2] or actor}"
 
 
-def activity_cards(
-    request: HttpRequest, account: Account, about: Collection[str] = (), *, title: str = "Timeline"
-) -> list[Card]:
-    """Return a card with the newest entries of an account's chain; none if the operator may not read the audit log.
+_ASIDE = "every entry is in the audit log"
 
-    Args:
-        about: ids of which an entry must name one; empty: all entries of the account. Only the newest MAX_READ entries
-            of the account are read.
+
+def activity_cards(request: HttpRequest, account: Account, about: Collection[str]) -> list[Card]:
+    """Return a card with the entries about rows of an account; none if the operator may not read the audit log.
+
+    `about`: ids of which an entry must name one. Only the newest MAX_READ entries of the account are read.
     """
     if not may(request, P.AUDIT_READ, account):
         return []
     feed = Feed(list(_list_entries(account, about)), f"Nothing in the newest {MAX_READ} audit entries of the account.")
-    return [Card(title, feed, "every entry is in the audit log")]
+    return [Card("Timeline", feed, _ASIDE)]
+
+
+def account_activity(request: HttpRequest, accounts: Sequence[Account]) -> dict[int, Card]:
+    """Return a card with the newest entries of each account, by its id, where the operator may read them. One query."""
+    chains = {_chain_of(each): each.pk for each in accounts if may(request, P.AUDIT_READ, each)}
+    newest = [limit_part(_newest_of(chain), MAX_SHOWN) for chain in chains]
+    rows = sorted(newest[0].union(*newest[1:], all=True), key=lambda row: -row.sequence) if newest else []
+    found: dict[str, list[FeedEntry]] = {chain: [] for chain in chains}
+    for entry in rows:
+        found[entry.chain_id].append(_feed_entry(entry))
+    empty = "No audit entries of the account yet."
+    return {pk: Card("Activity", Feed(found[chain], empty), _ASIDE) for chain, pk in chains.items()}
 
 
 def _list_entries(account: Account, about: Collection[str]) -> Iterator[FeedEntry]:
-    chain = account_chain(account.merchant_id, account.environment)
-    limit = MAX_READ if about else MAX_SHOWN
     wanted, shown = [text.encode() for text in about], 0
-    for entry in AuditEntry.objects.filter(chain=chain).order_by("-sequence")[:limit]:
-        body = bytes(entry.body)
-        if wanted and not any(text in body for text in wanted):
-            continue
-        yield FeedEntry(
-            sentence_of(entry.event, entry.actor),
-            entry.at,
-            _detail(json.loads(body)),
-            reverse("admin:keyvault_auditentry_change", args=[entry.pk]),
-            _TONE_OF.get(entry.event.rpartition(".")[2], ""),
-        )
-        shown += 1
+    for entry in _newest_of(_chain_of(account))[:MAX_READ]:
+        if any(text in bytes(entry.body) for text in wanted):
+            yield _feed_entry(entry)
+            shown += 1
         if shown == MAX_SHOWN:
             return
+
+
+def _chain_of(account: Account) -> str:
+    return account_chain(account.merchant_id, account.environment)
+
+
+def _newest_of(chain: str) -> QuerySet[AuditEntry]:
+    return AuditEntry.objects.filter(chain=chain).order_by("-sequence")
+
+
+def _feed_entry(entry: AuditEntry) -> FeedEntry:
+    return FeedEntry(
+        sentence_of(entry.event, entry.actor),
+        entry.at,
+        _detail(json.loads(bytes(entry.body))),
+        reverse("admin:keyvault_auditentry_change", args=[entry.pk]),
+        _TONE_OF.get(entry.event.rpartition(".")[2], ""),
+    )
 
 
 def _detail(body: dict[str, Any]) -> str:

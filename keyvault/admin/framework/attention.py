@@ -201,12 +201,15 @@ class MenuCounts:
 
     def store(self, request: HttpRequest, counts: dict[str, str]) -> None:
         if len(self._kept) >= _MAX_KEPT:
-            self._kept.clear()
+            self.forget_all()
         self._kept[self._key(request)] = (monotonic() + MENU_SECONDS, counts)
 
     def forget(self, request: HttpRequest) -> None:
         """Forget the counts of the session, because the operator may have changed something."""
         self._kept.pop(self._key(request), None)
+
+    def forget_all(self) -> None:
+        self._kept.clear()
 
     @staticmethod
     def _key(request: HttpRequest) -> tuple[str, str]:

@@ -19,6 +19,14 @@ _HEIGHT = 1000
 """Size of the plot's coordinates, which the browser stretches to the size of the plot."""
 
 
+_LABEL_LINES = 4
+_LABEL_WIDTH = 0.3
+"""Part of the plot's width that the label of a marker needs."""
+
+_LABEL_TOP, _LABEL_HEIGHT = 8, 14
+"""Place of the first line of labels, and height of a line, in pixels."""
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
     """Values of one line, at equal distances. `color`: 1 blue, 2 red, 3 amber, 4 gray, 5 green."""
@@ -104,7 +112,7 @@ class _Chart(Component):
                 (_percent(1 - line / GRID_LINES), _short(maximum * line / GRID_LINES)) for line in range(GRID_LINES + 1)
             ],
             "ticks": self.ticks or default_ticks(self.moments),
-            "markers": self.markers,
+            "markers": _place_labels(self.markers),
             "hits": [
                 (f"{index * width:.1f}", f"{width:.1f}", _describe(moment, self.series, index))
                 for index, moment in _numbered(self)
@@ -169,6 +177,17 @@ def default_ticks(moments: Sequence[str]) -> list[Tick]:
         return [Tick(0, moment) for moment in moments]
     places = sorted({round(last * part / 4) for part in range(5)})
     return [Tick(place / last, moments[place]) for place in places]
+
+
+def _place_labels(markers: Sequence[Marker]) -> list[tuple[Marker, int]]:
+    """Pair each marker with the height of its label, so that labels near each other are in different lines."""
+    placed: list[tuple[Marker, int]] = []
+    ends = [-1.0] * _LABEL_LINES
+    for marker in sorted(markers, key=lambda marker: marker.place):
+        line = next((line for line, end in enumerate(ends) if marker.place - end > _LABEL_WIDTH), 0)
+        ends[line] = marker.place
+        placed.append((marker, _LABEL_TOP + line * _LABEL_HEIGHT))
+    return placed
 
 
 def _numbered(chart: _Chart) -> list[tuple[int, str]]:

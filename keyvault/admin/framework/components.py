@@ -243,9 +243,10 @@ class Columns(Component):
 
 @dataclass(frozen=True)
 class Stack(Component):
-    """Sections below each other, in one of the columns."""
+    """Sections below each other, in one of the columns. `environment`: of which all of them are; empty: of none."""
 
     sections: Sequence[Any]
+    environment: str = ""
 
     template_name = "console/component_stack.html"
 

@@ -1,11 +1,46 @@
 """List filters of the console."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
+
+from keyvault.admin.framework.choices import ComboboxInput
+
+
+class TextFilter(admin.SimpleListFilter):
+    """Filter by what the operator types, with the choices of a combobox: no list has all its values.
+
+    Subclasses define `choices_name`, the name of a page of choices, and `queryset`.
+    """
+
+    template = "console/text_filter.html"
+    choices_name = ""
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return []
+
+    def has_output(self) -> bool:
+        return True
+
+    @property
+    def text(self) -> str:
+        """The typed text; empty: the filter selects all rows."""
+        return (self.value() or "").strip()[:_MAX_TEXT]
+
+    def choices(  # type: ignore[override]  # its template reads other members
+        self, changelist: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Yield what the template shows: the field, the other parameters of the list, and the list without it."""
+        name = str(self.parameter_name)
+        kept = {each: value for each, value in changelist.params.items() if each != name}
+        field = ComboboxInput(self.choices_name).render(name, self.text, {"id": f"filter-{name}"})
+        yield {"text": self.text, "field": field, "kept": kept, "without": changelist.get_query_string(remove=[name])}
+
+
+_MAX_TEXT = 200
 
 Conditions = Mapping[str, Q]
 """Condition of each value that the query string accepts."""

@@ -5,7 +5,7 @@ Django's history, bulk actions and edit forms have no route.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from django.utils.text import smart_split, unescape_string_literal
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.scopes import EVERYWHERE, AccessScope
+from keyvault.admin.framework.account_lists import AccountList
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -45,7 +46,17 @@ from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.shown_environment import environment_of, shown_scope
 from keyvault.admin.framework.sign_in import second_factor_url
 from keyvault.admin.framework.step_up import answer_locked, is_step_up_due, refuse_step_up, step_up_context
-from keyvault.admin.framework.widgets import Detail, Difference, Extras, FactTable, Line, Link, Table, moment
+from keyvault.admin.framework.widgets import (
+    Detail,
+    Difference,
+    Extras,
+    FactTable,
+    KeyDates,
+    Line,
+    Link,
+    Table,
+    moment,
+)
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import (
     KeyvaultError,
@@ -53,7 +64,7 @@ from keyvault.domain.errors import (
     RequestInvalidError,
     StateConflictError,
 )
-from keyvault.models import Account, Merchant
+from keyvault.models import Account, Credential
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
@@ -199,9 +210,6 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     has_environments = True
     """Whether the switch of the environment limits the list. A model of the installation has none."""
 
-    is_linked_from_merchants = False
-    """Whether the page of a merchant links its rows in the list, which a search for the merchant's id finds."""
-
     row_actions: tuple[RowAction, ...] = ()  # not `actions`, which are the bulk actions of Django's admin
     secret_views: tuple[SecretView, ...] = ()
     create_actions: tuple[CreateAction, ...] = ()
@@ -302,10 +310,24 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return what this model admin adds to the page of another model's row."""
         return None
 
-    def _merchant_links(self, request: HttpRequest, row: Model) -> Iterator[Link]:
-        """Yield a link to the rows of the merchant, if the other model's row is one."""
-        if self.is_linked_from_merchants and isinstance(row, Merchant) and self.has_view_permission(request):
-            yield Link(self.plural, self.list_url(f"?q={row.pk}"))
+    def account_list(self, request: HttpRequest) -> AccountList | None:
+        """Return the list of an account's rows that the page of its merchant shows, if the operator may view them."""
+        return None
+
+    def account_cards(self, request: HttpRequest, accounts: Sequence[Account]) -> Mapping[int, Any]:
+        """Return the card of each account, by its id, that the page of its merchant shows before the lists."""
+        return {}
+
+    def find_key_dates(self, request: HttpRequest, credentials: Sequence[Credential]) -> Mapping[str, KeyDates]:
+        """Return the dates of the keys of these credentials, by the credential's id, by few queries for all.
+
+        `credentials`: with their accounts and all active keys.
+        """
+        return {}
+
+    def other_admins(self) -> list["ConsoleModelAdmin"]:
+        """Return the model admins of the site, which add to each other's pages."""
+        return [other for other in self.admin_site._registry.values() if isinstance(other, ConsoleModelAdmin)]
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
@@ -385,13 +407,13 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             buttons = [button for button in detail.banner.buttons if button.url not in listed]
             detail = replace(detail, banner=replace(detail.banner, buttons=buttons))
             listed |= {button.url for button in buttons}
-        others = [other for other in self.admin_site._registry.values() if isinstance(other, ConsoleModelAdmin)]
-        extras = [extra for other in others if (extra := other.extras_for(request, row)) is not None]
+        extras = [extra for other in self.other_admins() if (extra := other.extras_for(request, row)) is not None]
         context = {
             "title": detail.title,
             "detail": detail,
             "stepper": Stepper(detail.steps) if detail.steps else None,
             "page_environment": self.environment_of_row(row),
+            "badges": [badge for extra in extras for badge in extra.badges],
             "changes": self._changes(row),
             "decisions": decisions,
             "decision_facts": self._decision_facts(row) if decisions else None,
@@ -402,7 +424,6 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             "links": [
                 *(self._link(row, view.name, view.label) for view in self.secret_views if view.is_available(row)),
                 *(link for extra in extras for link in extra.links),
-                *(link for other in others for link in other._merchant_links(request, row)),
             ],
             "actions": [
                 {"action": action, "url": self.url_of(row, action.name)}

@@ -94,10 +94,22 @@ class Detail:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Links and sections that another model admin adds to the page of a row."""
+    """Links, sections, and badges beside the title that another model admin adds to the page of a row."""
 
     links: Sequence[Link] = ()
     sections: Sequence[Any] = ()
+    badges: Sequence[SafeString] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDates:
+    """When the key of a credential is replaced.
+
+    `cryptoperiod`: for how long its key may be used; None: it has no limit. `next_rotation`: text or HTML.
+    """
+
+    cryptoperiod: timedelta | None
+    next_rotation: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +165,11 @@ def identifier(text: object) -> SafeString:
 def copy_button(text: str, label: str) -> SafeString:
     """Render a button that copies the text; a script shows it."""
     return format_html('<button type="button" class="button" data-copy="{}" hidden>{}</button>', text, label)
+
+
+def noted(value: object, note: object) -> SafeString:
+    """Render a value of a table with a line below it."""
+    return format_html('{}<span class="cell-note">{}</span>', value, note)
 
 
 def link(url: str, label: object) -> SafeString:

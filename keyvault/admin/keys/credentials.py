@@ -1,6 +1,7 @@
 """Credentials in the console: viewed and restricted to networks; never edited."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django import forms
@@ -13,34 +14,43 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.accounts import account_crumbs, account_link, accounts_in_scope
+from keyvault.admin.framework.accounts import account_crumbs, account_link
 from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, VersionedForm
 from keyvault.admin.framework.activity import activity_cards
 from keyvault.admin.framework.charts import Sparkline
 from keyvault.admin.framework.columns import moment_column
-from keyvault.admin.framework.components import Columns, Stack
+from keyvault.admin.framework.components import Columns, Meter, Stack
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.overview import format_bounded
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
     Extras,
     FactTable,
+    KeyDates,
     Line,
     Table,
     badge,
+    counted,
+    duration,
     identifier,
     link,
     moment,
     mono,
+    noted,
 )
 from keyvault.admin.keys.keys import key_link, use_of
 from keyvault.admin.keys.traffic import day_card, day_traffic, sparklines_of
+from keyvault.admin.keys.usage import sources_table
 from keyvault.admin.merchants.provider_connections import place_rows
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.domain.networks import MAX_NETWORKS
-from keyvault.models import Account, Credential, Key, Merchant
+from keyvault.models import Account, Credential, Key
 from keyvault.models.keys import OriginHeader
+from keyvault.models.row_count import RowCount
+from keyvault.models.union_parts import limit_part
+from keyvault.models.usage import SIGNS_OF_LIFE
 from keyvault.services.keys.credentials import find_delivery_location, restrict_credential
 
 ORIGIN_HEADER = {
@@ -147,8 +157,9 @@ class CredentialAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Credential) -> Detail:
         keys = list(row.keys.all())
-        chart, ids = day_card(keys, day_traffic(keys)), [row.credential_id, *(key.key_id for key in keys[:_MAX_KEYS])]
-        timeline = activity_cards(request, row.account, ids)
+        traffic = day_traffic(keys, SIGNS_OF_LIFE)
+        chart = day_card(keys, traffic)
+        timeline = activity_cards(request, row.account, [row.pk, *(key.key_id for key in keys[:_MAX_KEYS])])
         where = ", ".join(row.networks) if row.networks else "everywhere"
         return Detail(
             title=row.label or row.credential_id,
@@ -156,64 +167,115 @@ class CredentialAdmin(ConsoleModelAdmin):
             lead=format_html("{} · accepted from {}", identifier(row), where),
             crumbs=account_crumbs(row.account),
             sections=[
-                Columns([Stack([*([chart] if chart else []), _keys_table(keys)]), *(timeline or (_facts(row),))]),
+                Columns(
+                    [
+                        Stack([*([chart] if chart else []), _keys_table(keys), sources_table(traffic)]),
+                        *(timeline or (_facts(row),)),
+                    ]
+                ),
                 *([_facts(row)] if timeline else []),
             ],
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
-        """Add the credentials of an account, and those of both accounts of a merchant, to its page."""
-        if not isinstance(row, Account | Merchant) or not self.has_view_permission(request):
+        """Add the credentials of an account to its page."""
+        if not isinstance(row, Account) or not self.has_view_permission(request):
             return None
-        if isinstance(row, Account):
-            return Extras(sections=_credentials_tables({"Credentials": row}))
-        accounts = {f"Credentials in {each.environment}": each for each in accounts_in_scope(request, row)}
-        return Extras(sections=_credentials_tables(accounts))
+        return Extras(sections=list(self.account_cards(request, [row]).values()))
+
+    def account_cards(self, request: HttpRequest, accounts: Sequence[Account]) -> Mapping[int, Table]:
+        """Return the newest credentials of each account with the age, uses and next rotation of their keys."""
+        if not accounts or not self.has_view_permission(request):
+            return {}
+        rows = list(_read_newest(accounts))
+        found = {account.pk: [row for row in rows if row.account_id == account.pk] for account in accounts}
+        shown = [row for each in found.values() for row in each[:MAX_CREDENTIALS]]
+        living = Key.objects.select_related("use").exclude(state__in=DEAD_STATES).order_by("-created_at")
+        prefetch_related_objects(shown, Prefetch("keys", living))
+        lines = sparklines_of({row.pk: [key.key_id for key in row.keys.all()] for row in shown})
+        dates: dict[str, KeyDates] = {}
+        for other in self.other_admins():
+            dates |= other.find_key_dates(request, shown)
+        return {
+            account.pk: _credentials_table(found[account.pk], lines, dates, self._list_link(account, found[account.pk]))
+            for account in accounts
+        }
+
+    def _list_link(self, account: Account, rows: Sequence[Any]) -> SafeString | str:
+        """Return the link to all credentials of an account, with their number. `rows`: the newest."""
+        if not rows:
+            return ""
+        url = self.list_url(f"?q={account.merchant_id}&account_environment__exact={account.environment}")
+        return link(url, f"All {format_bounded(rows[0].listed_of, _MAX_COUNTED)}")
 
 
-def _credentials_tables(accounts: Mapping[str, Account]) -> list[Table]:
-    """Return the newest credentials of each account with the age, expiry and uses of their newest usable keys.
+def _read_newest(accounts: Sequence[Account]) -> Iterable[Any]:
+    """Read the newest credentials of each account, newest first. `listed_of`: the number of all of the account."""
+    parts = []
+    for account in accounts:
+        of_account = Credential.objects.filter(account=account)
+        newest = limit_part(of_account.order_by("-created_at"), MAX_CREDENTIALS)
+        parts.append(newest.annotate(listed_of=RowCount(of_account.order_by().values("pk")[: _MAX_COUNTED + 1])))
+    known = {account.pk: account for account in accounts}
+    for row in sorted(parts[0].union(*parts[1:], all=True), key=lambda row: row.created_at, reverse=True):
+        row.account = known[row.account_id]
+        yield row
 
-    `accounts`: by the title of the table.
-    """
-    found = {
-        title: list(Credential.objects.filter(account=account).order_by("-created_at")[: MAX_CREDENTIALS + 1])
-        for title, account in accounts.items()
-    }
-    living = Key.objects.select_related("use").exclude(state__in=DEAD_STATES).order_by("-created_at")
-    prefetch_related_objects([row for rows in found.values() for row in rows], Prefetch("keys", living))
-    return [_credentials_table(title, rows) for title, rows in found.items()]
 
-
-def _credentials_table(title: str, found: Sequence[Credential]) -> Table:
-    newest = {row.pk: next(iter(row.keys.all()), None) for row in found[:MAX_CREDENTIALS]}
-    lines = sparklines_of({row.pk: [key.key_id for key in row.keys.all()] for row in found[:MAX_CREDENTIALS]})
+def _credentials_table(
+    rows: Sequence[Credential], lines: Mapping[str, Sparkline], dates: Mapping[str, KeyDates], all_rows: Any
+) -> Table:
     return Table(
-        f"{title}: the newest {MAX_CREDENTIALS}" if len(found) > MAX_CREDENTIALS else title,
-        ["credential", "kind", "keys", "issued", "expires", "last used", "last 24 h"],
-        [
-            [
-                link(reverse("admin:keyvault_credential_change", args=[row]), row.label or row),
-                row.kind,
-                format_html_join(" ", "{}", ((badge(key.state),) for key in row.keys.all())) or NOTHING,
-                *_key_cells(newest[row.pk], row.keys.all(), lines[row.pk]),
-            ]
-            for row in found[:MAX_CREDENTIALS]
-        ],
+        "Credentials",
+        ["credential", "age", "uses in 24 h", "next rotation"],
+        [_credential_cells(row, lines[row.pk], dates.get(row.pk)) for row in rows],
         empty="No credentials yet. Request a key to create one.",
+        aside=all_rows,
     )
 
 
-def _key_cells(newest: Key | None, usable: Iterable[Key], line: Sparkline) -> list[Any]:
-    """Return the times of the newest key, and the uses of all usable keys: a rotation's old key may be in use."""
+def _credential_cells(row: Credential, line: Sparkline, dates: KeyDates | None) -> list[Any]:
+    """Return the age of the newest key, and the uses of all usable keys: a rotation's old key may be in use."""
+    url, usable = reverse("admin:keyvault_credential_change", args=[row]), row.keys.all()
+    others = [badge(key.state) for key in usable if key.state != KeyState.ACTIVE]
+    active = counted(len(usable) - len(others), "active key")
+    states = format_html("{}, {} {}", row.kind, active, format_html_join(" ", "{}", ((each,) for each in others)))
+    name = noted(link(url, row.label or row), states)
+    newest = next(iter(usable), None)
     if newest is None:
-        return [NOTHING, NOTHING, NOTHING, ""]
+        return [name, NOTHING, NOTHING, NOTHING]
     used_at = max((at for key in usable if (at := use_of(key, "last_at")) is not None), default=None)
-    times = (moment(newest.activated_at), moment(newest.expires_at, missing="never"))
-    return [*times, moment(used_at, missing="never"), line]
+    next_rotation = NOTHING if dates is None else dates.next_rotation
+    if newest.expires_at is not None:
+        next_rotation = noted(next_rotation, format_html("expires {}", moment(newest.expires_at)))
+    return [
+        name,
+        _age(newest, None if dates is None else dates.cryptoperiod),
+        noted(line, "never used" if used_at is None else format_html("used {}", moment(used_at))),
+        next_rotation,
+    ]
 
 
-MAX_CREDENTIALS = 20
+def _age(key: Key, cryptoperiod: timedelta | None) -> SafeString | str:
+    """Return the age of a key, and which part of its cryptoperiod that is."""
+    if key.activated_at is None:
+        return "not active yet"
+    age = datetime.now(UTC) - key.activated_at
+    if cryptoperiod is None:
+        return duration(age)
+    tone = "bad" if age > cryptoperiod else "wait" if age > _LATE * cryptoperiod else ""
+    label = f"{age.days} of {cryptoperiod.days} days of the cryptoperiod"
+    meter = Meter(age.total_seconds(), cryptoperiod.total_seconds(), label, tone)
+    return noted(meter, f"{duration(age)} of {cryptoperiod.days} d")
+
+
+_LATE = 0.9
+"""Part of the cryptoperiod after which the age of a key is marked."""
+
+_MAX_COUNTED = 1_000
+"""Maximum credentials of an account that are counted."""
+
+MAX_CREDENTIALS = 10
 """Maximum credentials that the page of an account or merchant lists, the newest."""
 
 _MAX_KEYS = 20

@@ -47,7 +47,7 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.admin.keys.exposures import EXPOSED_FILTER, exposure_tables, exposures
 from keyvault.admin.keys.receipts import receipt_cell, receipt_detail, receipt_url
-from keyvault.admin.keys.traffic import day_card, day_traffic
+from keyvault.admin.keys.traffic import EVERY_TRACE, day_card, day_traffic
 from keyvault.admin.keys.usage import use_facts, use_tables
 from keyvault.domain.errors import NotFoundError
 from keyvault.domain.ids import KEY_ID_DIGITS
@@ -286,7 +286,7 @@ class KeyAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Key) -> Detail:
         credential = row.credential
-        traffic = day_traffic([row], users_of=row)
+        traffic = day_traffic([row], EVERY_TRACE)
         chart, timeline = day_card([row], traffic), activity_cards(request, credential.account, [row.key_id])
         facts = FactTable(
             "Key",
@@ -299,8 +299,9 @@ class KeyAdmin(ConsoleModelAdmin):
             ],
         )
         page = reverse("admin:keyvault_credential_change", args=[credential])
-        exposed = [user for user in traffic.users if user.outcome in EXPOSURES]
-        users = [user for user in traffic.users if user.outcome not in EXPOSURES]
+        found = traffic.users[row.key_id]
+        exposed = [user for user in found if user.outcome in EXPOSURES]
+        users = [user for user in found if user.outcome not in EXPOSURES]
         return Detail(
             title=f"Key …{row.key_id[-6:]}",
             state=row.state,

@@ -9,8 +9,9 @@ from django.utils.safestring import SafeString
 from keyvault.admin.framework.charts import LineChart, Marker, Series, Sparkline, Tick, default_ticks
 from keyvault.admin.framework.components import Card
 from keyvault.admin.framework.widgets import counted, duration
+from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Key
-from keyvault.models.usage import EXPOSURES
+from keyvault.models.usage import EXPOSURES, UseOutcome
 from keyvault.services.usage.reports import TRACES
 from keyvault.services.usage.series import Traffic, choose_step, count_uses, read_traffic
 
@@ -19,17 +20,31 @@ _COLORS = (1, 4, 5)
 _SPARK_STEP = timedelta(hours=1)
 
 
-def day_traffic(keys: Sequence[Key], *, users_of: Key | None = None) -> Traffic:
-    """Read the uses of the first three keys in the last 24 hours, and every user of a key, exposures included."""
+EVERY_TRACE = (*TRACES, *EXPOSURES)
+
+
+def day_traffic(keys: Sequence[Key], outcomes: Collection[UseOutcome]) -> Traffic:
+    """Read the uses of the first three keys in the last 24 hours, and their users with these outcomes at any time."""
     now = datetime.now(UTC)
     step = choose_step(now - _DAY, now, now)
-    ids, listed = [key.key_id for key in keys[: len(_COLORS)]], "" if users_of is None else users_of.key_id
-    return read_traffic(ids, now - _DAY, now, step, users_of=listed, outcomes=(*TRACES, *EXPOSURES))
+    ids = [key.key_id for key in keys[: len(_COLORS)]]
+    return read_traffic(ids, now - _DAY, now, step, users_of=ids, outcomes=outcomes)
 
 
 def day_card(keys: Sequence[Key], traffic: Traffic) -> Card | None:
-    """Return the chart of `day_traffic`; None: the keys were not used."""
-    return traffic_card([(key, "", color) for key, color in zip(keys, _COLORS, strict=False)], traffic, is_now=True)
+    """Return the chart of `day_traffic` with what happened to the keys; None: the keys were not used."""
+    shown = keys[: len(_COLORS)]
+    lines = [(key, "", color) for key, color in zip(shown, _COLORS, strict=False)]
+    return traffic_card(lines, traffic, [event for key in shown for event in _events_of(key)], is_now=True)
+
+
+def _events_of(key: Key) -> Iterable[tuple[datetime | None, str]]:
+    name = f"…{key.key_id[-6:]}"
+    yield key.activated_at, f"{name} issued"
+    yield key.suspended_at, f"{name} suspended"
+    is_rotated = key.reason == RevocationReason.SUPERSEDED
+    yield key.deactivated_at, f"{name} {'rotated' if is_rotated else key.get_retirement_display()}"
+    yield key.compromised_at, f"{name} compromised"
 
 
 def traffic_card(

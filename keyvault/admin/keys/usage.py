@@ -1,9 +1,13 @@
 """Use of a key in the console, as evidence for rotation and revocation."""
 
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any, TypeVar
 
-from keyvault.admin.framework.widgets import NOTHING, Table, badge, moment, mono
+from django.urls import reverse
+from django.utils.html import format_html_join
+
+from keyvault.admin.framework.widgets import NOTHING, Table, badge, moment, mono, noted
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
 from keyvault.services.usage.reports import (
@@ -14,10 +18,14 @@ from keyvault.services.usage.reports import (
     networks_of,
     versions_of,
 )
+from keyvault.services.usage.series import Traffic
 
 T = TypeVar("T")
 
 _MAX_ROWS = 20
+
+_MAX_SOURCES = 10
+"""Maximum sources that the page of a credential lists, the latest."""
 
 
 def use_facts(key: Key) -> Iterable[tuple[str, Any]]:
@@ -68,6 +76,41 @@ def use_tables(key: Key, found: Sequence[KeyUser], *, has_more: bool) -> Iterabl
         empty="No use recorded yet. Sources that present the key appear here.",
     )
     yield from _networks(found, has_more)
+
+
+def sources_table(traffic: Traffic) -> Table:
+    """Return the sources that use the keys of a credential, the latest first, with the keys that each uses."""
+    found: dict[str, list[tuple[str, KeyUser]]] = {}
+    for key_id, users in traffic.users.items():
+        for user in users:
+            found.setdefault(user.source, []).append((key_id, user))
+    latest = sorted(found.items(), key=lambda each: max(user.last_at for _, user in each[1]), reverse=True)
+    title = _title("Who uses it", traffic.has_more_users)
+    return Table(
+        f"{title}: the latest {_MAX_SOURCES}" if len(latest) > _MAX_SOURCES else title,
+        ["source and program", "key", "requests", "last used"],
+        [_source_cells(source, uses) for source, uses in latest[:_MAX_SOURCES]],
+        empty="No use recorded yet. Sources that present a key appear here.",
+        aside="the page of a key lists every use",
+    )
+
+
+def _source_cells(source: str, uses: Sequence[tuple[str, KeyUser]]) -> list[Any]:
+    newest = max((user for _, user in uses), key=lambda user: user.last_at)
+    last: dict[str, datetime] = {}
+    for key_id, user in uses:
+        last[key_id] = max(user.last_at, last.get(key_id, user.last_at))
+    keys = sorted(last, key=lambda key_id: last[key_id], reverse=True)
+    return [
+        noted(mono(source), newest.user_agent or "no user agent"),
+        format_html_join(
+            ", ",
+            '<a href="{}">{}</a>',
+            ((reverse("admin:keyvault_key_change", args=[key_id]), mono(f"…{key_id[-6:]}")) for key_id in keys),
+        ),
+        f"{sum(user.count for _, user in uses):,}",
+        moment(newest.last_at),
+    ]
 
 
 def _latest(title: str, has_more: bool, found: list[T]) -> tuple[str, list[T]]:

@@ -1,7 +1,7 @@
 """Merchants and their accounts in the console."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,7 +15,8 @@ from django.utils.html import format_html
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import AccessScope
-from keyvault.admin.framework.accounts import accounts_in_scope
+from keyvault.admin.framework.account_lists import read_account_lists
+from keyvault.admin.framework.accounts import accounts_in_scope, list_accounts
 from keyvault.admin.framework.actions import (
     ActionForm,
     ActionResult,
@@ -28,11 +29,12 @@ from keyvault.admin.framework.actions import (
     resume_action,
     run_service,
 )
-from keyvault.admin.framework.activity import activity_cards
+from keyvault.admin.framework.activity import account_activity
 from keyvault.admin.framework.columns import badge_column, moment_column
-from keyvault.admin.framework.components import Columns
+from keyvault.admin.framework.components import Columns, Stack
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
+from keyvault.admin.framework.shown_environment import environment_of
 from keyvault.admin.framework.widgets import (
     NOTHING,
     Detail,
@@ -189,6 +191,15 @@ class MerchantAdmin(ConsoleModelAdmin):
     def rows_in_scope(self, rows: QuerySet[Any], scope: AccessScope) -> QuerySet[Any]:
         return rows if scope.merchants is None else rows.filter(pk__in=scope.merchants)
 
+    def find_row(self, request: HttpRequest, object_id: str) -> Any:
+        """Load the merchant and its accounts by one query. Raises NotFoundError."""
+        accounts = [] if "\0" in object_id else list_accounts(request, object_id)
+        if not accounts:
+            return super().find_row(request, object_id)
+        row: Any = accounts[0].merchant
+        row.seen_accounts = accounts
+        return row
+
     def scope_of(self, row: Merchant) -> AccessScope:
         return scope_of_merchant(row)
 
@@ -206,22 +217,35 @@ class MerchantAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: Merchant) -> Detail:
-        scope, accounts = operator_of(request).scope, accounts_in_scope(request, row)
-        activity = [
-            card
-            for account in accounts
-            for card in activity_cards(request, account, title=f"Activity in {account.environment}")
-        ]
+        scope, chosen = operator_of(request).scope, environment_of(request)
+        accounts = [each for each in accounts_in_scope(request, row) if chosen in {None, each.environment}]
+        columns = self._columns(request, accounts)
         return Detail(
             title=row.name,
             state=row.status,
             lead=format_html("{} · created {}", identifier(row), moment(row.created_at)),
             notes=list(_notes(row, is_counted=scope.covers(scope_of_merchant(row)))),
-            sections=[
-                Columns([_account_facts(account) for account in accounts], are_even=True),
-                *([Columns(activity, are_even=True)] if activity else []),
-            ],
+            sections=[Columns(columns, are_even=True)] if len(columns) > 1 else columns,
         )
+
+    def _columns(self, request: HttpRequest, accounts: Sequence[Account]) -> list[Stack]:
+        """Return what is shown of each account: facts, cards and lists of other model admins, and its activity."""
+        others = self.other_admins()
+        cards = [other.account_cards(request, accounts) for other in others]
+        found = [listed for other in others if (listed := other.account_list(request)) is not None]
+        tables, activity = read_account_lists(found, accounts), account_activity(request, accounts)
+        return [
+            Stack(
+                [
+                    _account_facts(account),
+                    *(card[account.pk] for card in cards if account.pk in card),
+                    *tables[account.pk],
+                    *([activity[account.pk]] if account.pk in activity else []),
+                ],
+                account.environment,
+            )
+            for account in accounts
+        ]
 
 
 def _account_facts(account: Account) -> FactTable:

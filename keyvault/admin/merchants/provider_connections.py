@@ -10,6 +10,7 @@ from django.urls import reverse
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.account_lists import AccountList, text
 from keyvault.admin.framework.accounts import (
     AccountForm,
     AccountRowAdmin,
@@ -203,6 +204,28 @@ class ProviderConnectionAdmin(AccountRowAdmin):
             title=f"{row.account} · {row.provider}",
             state=_state(row),
             sections=[self.summary(row), FactTable("Credentials", stored)],
+        )
+
+    def account_list(self, request: HttpRequest) -> AccountList | None:
+        if not self.has_view_permission(request):
+            return None
+        return AccountList(
+            "Provider connections",
+            ["provider", "mode", "stored"],
+            lambda account: list_connections(account).order_by("-created_at"),
+            label="provider",
+            state="mode",
+            detail=text(""),
+            at="stored_at",
+            cells=lambda row: [
+                link(self.url_of(ProviderConnection(pk=row.pk)), row.label),
+                row.state,
+                moment(row.at, missing="not yet"),
+            ],
+            list_url=lambda account: self.list_url(
+                f"?q={account.merchant_id}&account__environment__exact={account.environment}"
+            ),
+            empty="No provider connection yet.",
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:

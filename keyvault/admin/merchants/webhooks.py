@@ -4,13 +4,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
-from django.db.models import Model, Q, QuerySet
+from django.db.models import Case, Model, Q, QuerySet, When
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework.account_lists import AccountList, text
 from keyvault.admin.framework.accounts import (
     AccountForm,
     AccountRowAdmin,
@@ -222,6 +223,28 @@ class WebhookEndpointAdmin(AccountRowAdmin):
             title=host_of(row),
             state=_state(row),
             sections=[self.summary(row), FactTable("Lifecycle", life), _deliveries(request, row)],
+        )
+
+    def account_list(self, request: HttpRequest) -> AccountList | None:
+        if not self.has_view_permission(request):
+            return None
+        return AccountList(
+            "Webhook endpoints",
+            ["URL", "state", "created"],
+            lambda account: account.webhook_endpoints.order_by("-created_at"),
+            label="url",
+            state=Case(*(When(condition, then=text(state)) for state, condition in _by_state().items())),
+            detail=text(""),
+            at="created_at",
+            cells=lambda row: [
+                link(self.url_of(WebhookEndpoint(pk=row.pk)), row.label),
+                badge(row.state),
+                moment(row.at),
+            ],
+            list_url=lambda account: self.list_url(
+                f"?q={account.merchant_id}&account__environment__exact={account.environment}"
+            ),
+            empty="No webhook endpoint: the merchant is not notified of changes to its keys.",
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:

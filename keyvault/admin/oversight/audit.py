@@ -26,11 +26,14 @@ from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import CONSOLE, HOST, SINGLE_SIGN_ON, WORKER
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.activity import name_event, sentence_of
+from keyvault.admin.framework.choices import Choice, choices_page
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.components import Banner, Fold
 from keyvault.admin.framework.enforcement import operator_of
+from keyvault.admin.framework.filters import TextFilter
 from keyvault.admin.framework.model_admin import ConsoleList, ConsoleModelAdmin
 from keyvault.admin.framework.subject_pages import pages_by_field
 from keyvault.admin.framework.widgets import (
@@ -53,12 +56,13 @@ from keyvault.models import Account, AuditChain, AuditEntry, ConsoleSession, Lim
 from keyvault.services.audit.checkpoints import CheckpointStatus, list_checkpoint_status
 from keyvault.services.audit.events import list_events
 
-_MAX_CHAINS = 40
-
 _MAX_SEARCHED = 5_000
 """Maximum entries that one search reads, the newest of those that match the filters."""
 
 _ACCOUNT = "account:"
+
+_PARTS = {each.name: each.actor for each in (WORKER, HOST, CONSOLE, SINGLE_SIGN_ON)}
+"""Actors of the parts of the service, by their names."""
 
 
 class BytesPosition(Func):
@@ -76,28 +80,45 @@ class BytesPosition(Func):
         return sql, list(params)
 
 
+class MerchantFilter(TextFilter):
+    """Filter by merchant: the chains of its accounts, and their chains for customer tokens."""
+
+    title = "merchant"
+    parameter_name = "merchant"
+    help_text = "Merchant id"
+    choices_name = "merchants"
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        return queryset.filter(chain_id__in=_chains_of_merchant(self.text)) if self.text else queryset
+
+
+class ActorFilter(TextFilter):
+    """Filter by who did it: an operator's name, a part of the service, or any actor as an entry names it."""
+
+    title = "actor"
+    parameter_name = "actor"
+    help_text = "Operator's name, or service:, key: or system: with an id"
+    choices_name = "actors"
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        return queryset.filter(actor=_read_actor(self.text)) if self.text else queryset
+
+
 class ChainFilter(admin.SimpleListFilter):
-    """Filter by chain: lists the platform's chain and the first accounts, each with its chains for customer tokens.
+    """Filter by chain: the platform's, and that of an account, to which the account's page leads."""
 
-    Other chains are reached from the page of their account or by query string.
-    """
-
-    title = "account"
+    title = "chain"
     parameter_name = "chain"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        scope = operator_of(request).scope
-        accounts = Account.objects.order_by("merchant_id", "environment")
-        if scope != EVERYWHERE:
-            accounts = accounts.filter(environment__in=scope.environments)
-        if scope.merchants is not None:
-            accounts = accounts.filter(merchant_id__in=scope.merchants)
-        names = [PLATFORM_CHAIN] if scope == EVERYWHERE else []
-        names += [account_chain(*each) for each in accounts.values_list("merchant_id", "environment")[:_MAX_CHAINS]]
+        names = [PLATFORM_CHAIN] if operator_of(request).scope == EVERYWHERE else []
         chosen = request.GET.get(self.parameter_name)
         if chosen and chosen not in names:
             names.append(chosen[:96])
         return [(name, name.removeprefix(_ACCOUNT)) for name in names]
+
+    def has_output(self) -> bool:
+        return bool(self.lookup_choices)
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()
@@ -105,7 +126,10 @@ class ChainFilter(admin.SimpleListFilter):
 
 
 class EventFilter(admin.SimpleListFilter):
-    """Filter by event. Lists the recorded events."""
+    """Filter by event. Lists the recorded events.
+
+    With an actor it selects nothing: no index has both, so AuditList looks for the event in the actor's newest entries.
+    """
 
     title = "event"
     parameter_name = "event"
@@ -115,7 +139,32 @@ class EventFilter(admin.SimpleListFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()
-        return queryset.filter(event=value) if value else queryset
+        return queryset.filter(event=value) if value and not _is_of_actor(request) else queryset
+
+
+def _is_of_actor(request: HttpRequest) -> bool:
+    return bool(request.GET.get(ActorFilter.parameter_name, "").strip())
+
+
+def _read_actor(text: str) -> str:
+    """Return the actor that a text names: a part of the service or, without a kind, an operator."""
+    return _PARTS.get(text) or (text if ":" in text else f"operator:{text}")
+
+
+def _chains_of_merchant(merchant_id: str) -> list[str]:
+    return [name for env in Environment for name in chains_with(account_chain(merchant_id, env))]
+
+
+def find_actors(scope: AccessScope, words: str, limit: int) -> list[Choice]:
+    """Find the operators whose name begins with the words, for an unlimited scope, and the parts of the service."""
+    parts = [Choice(actor, name, "service") for name, actor in _PARTS.items() if name.startswith(words)]
+    if scope != EVERYWHERE:
+        return parts[:limit]
+    names = Operator.objects.filter(username__startswith=words).order_by("username").values_list("username", flat=True)
+    return [*(Choice(f"operator:{name}", name, "operator") for name in names[:limit]), *parts][:limit]
+
+
+ACTOR_CHOICES = choices_page("actors", (P.AUDIT_READ,), find_actors)
 
 
 class WhenFilter(admin.DateFieldListFilter):
@@ -140,28 +189,42 @@ class WhenFilter(admin.DateFieldListFilter):
 class AuditList(ConsoleList):
     """The list of entries. A search reads the newest _MAX_SEARCHED of them, since no index finds text in an entry.
 
-    A search for the id of an existing key reads those of its account. `older`: query string of the same search in the
-    entries before these; empty if there are none.
+    So does a filter by both actor and event. A search for the id of an existing key reads those of its account.
+    `older`: query string of the same search in the entries before these; empty if there are none.
     """
 
     older = ""
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
         entries = super().get_queryset(request, exclude_parameters)
-        if not (term := self.query.strip()):
+        term, is_of_actor = self.query.strip(), _is_of_actor(request)
+        event = request.GET.get(EventFilter.parameter_name, "") if is_of_actor else ""
+        if not term and not event:
             return entries
-        chosen = request.GET.get(ChainFilter.parameter_name)
-        chains = _find_chains(term) or (chains_with(chosen) if chosen else _list_used(operator_of(request).scope))
-        newest = _list_newest(entries, chains)
+        # An actor's entries have an index of their own.
+        newest = _list_newest(entries, [] if is_of_actor else _list_chains(request, term))
         if len(newest) == _MAX_SEARCHED:
             (latest, _), (oldest, _) = newest[0], newest[-1]
             # Others may have the time of the oldest one.
             before = oldest if oldest == latest else oldest + timedelta(microseconds=1)
             self.older = self.get_query_string({"at__lt": before.isoformat()}, remove=["p"])
-        sought = Value(term.encode(), output_field=models.BinaryField())
-        searched = entries.filter(pk__in=[pk for _, pk in newest]).annotate(found=BytesPosition(F("body"), sought))
-        matching: QuerySet[Any] = searched.filter(found__gt=0)
+        matching: QuerySet[Any] = entries.filter(pk__in=[pk for _, pk in newest])
+        if event:
+            matching = matching.filter(event=event)
+        if term:
+            sought = Value(term.encode(), output_field=models.BinaryField())
+            matching = matching.annotate(found=BytesPosition(F("body"), sought)).filter(found__gt=0)
         return matching
+
+
+def _list_chains(request: HttpRequest, term: str) -> Sequence[str]:
+    """Return the chains that a search for the term reads; none: all."""
+    chosen, merchant = (request.GET.get(each.parameter_name, "").strip() for each in (ChainFilter, MerchantFilter))
+    if chains := _find_chains(term):
+        return chains
+    if chosen or merchant:
+        return chains_with(chosen) if chosen else _chains_of_merchant(merchant)
+    return _list_used(operator_of(request).scope)
 
 
 def _list_newest(entries: QuerySet[AuditEntry], chains: Sequence[str]) -> list[tuple[datetime, int]]:
@@ -199,7 +262,7 @@ class AuditEntryAdmin(ConsoleModelAdmin):
 
     list_display = ("sentence", "when", "account", "about", "event", "sequence_number")
     list_display_links = ("sentence",)
-    list_filter = (ChainFilter, ("at", WhenFilter), EventFilter)
+    list_filter = (ActorFilter, MerchantFilter, EventFilter, ("at", WhenFilter), ChainFilter)
     search_fields = ("event",)  # shows the search box; AuditList defines the search
     search_help_text = (
         "By any id or name in an entry: key id, credential id, request id, operator. Reads the newest "

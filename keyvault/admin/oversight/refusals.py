@@ -10,6 +10,7 @@ from django.utils.safestring import SafeString
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.scopes import EVERYWHERE, AccessScope
+from keyvault.admin.framework.account_lists import AccountList, text
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.menu import ConsolePage
@@ -40,7 +41,6 @@ ENTRY_POINT_FILTER = state_filter(
 class RefusalAdmin(ConsoleModelAdmin):
     view_permissions = (P.VERDICTS_EXPLAIN,)
     menu, singular, plural = "Explain a denial", "Denied request", "Denied requests"
-    is_linked_from_merchants = True
     id_pattern = r"[0-9A-Za-z._~-]{16,32}"
 
     list_display = ("request_id", "when", "code", "endpoint", "key")
@@ -60,6 +60,30 @@ class RefusalAdmin(ConsoleModelAdmin):
     @admin.display(description="key")
     def key(self, row: Refusal) -> SafeString | str:
         return _key(row)
+
+    def account_list(self, request: HttpRequest) -> AccountList | None:
+        if not self.has_view_permission(request):
+            return None
+        return AccountList(
+            "Denied requests",
+            ["code", "endpoint", "when"],
+            lambda account: Refusal.objects.filter(
+                merchant_id=account.merchant_id, environment=account.environment
+            ).order_by("-at", "-request_id"),
+            label="code",
+            state=text(""),
+            detail="endpoint",
+            at="at",
+            cells=lambda row: [
+                link(self.url_of(Refusal(pk=row.pk)), mono(row.label)),
+                row.detail or "not in the catalog",
+                moment(row.at),
+            ],
+            list_url=lambda account: self.list_url(
+                f"?q={account.merchant_id}&environment__exact={account.environment}"
+            ),
+            empty="No requests with the merchant's keys were denied in the last 30 days.",
+        )
 
     def summary(self, row: Refusal) -> FactTable:
         return FactTable(

@@ -54,17 +54,17 @@ def floor(at: datetime, step: timedelta) -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The uses of keys over time, and the users of one of the keys.
+    """The uses of keys over time, and the users of some keys.
 
-    `counts`: the uses of each key, allowed or denied, in each step from `begin` to `until`. `users`: the latest first.
-    `has_more_users`: the key has more contexts than are read.
+    `counts`: the uses of each key, allowed or denied, in each step from `begin` to `until`. `users`: of each key, the
+    latest first. `has_more_users`: a key has more contexts than are read.
     """
 
     begin: datetime
     until: datetime
     step: timedelta
     counts: dict[str, list[int]]
-    users: list[KeyUser]
+    users: dict[str, list[KeyUser]]
     has_more_users: bool
 
 
@@ -82,34 +82,38 @@ def read_traffic(
     until: datetime,
     step: timedelta,
     *,
-    users_of: str = "",
+    users_of: Collection[str] = (),
     outcomes: Collection[UseOutcome] = (),
 ) -> Traffic:
-    """Read what `count_uses` returns, and the users of one key that `read_users` does, by two queries for both.
+    """Read what `count_uses` returns, and the users of keys that `read_users` does, by two queries for both.
 
-    `users_of`: the key whose users with these outcomes are read; empty: none.
+    `users_of`: the keys whose users with these outcomes are read.
     """
     begin = floor(since, step)
     counts = {key_id: [0] * (int((floor(until, step) - begin) / step) + 1) for key_id in key_ids}
     pairs = [(key_id, outcome) for key_id in key_ids for outcome in SIGNS_OF_LIFE]
     share = max(MAX_CONTEXTS // len(pairs), 1) if pairs else 0
     # The newest contexts of the users that are listed include those that the chart adds up.
-    others = [pair for pair in pairs if pair[0] != users_of or pair[1] not in outcomes]
+    others = [pair for pair in pairs if pair[0] not in users_of or pair[1] not in outcomes]
     newest = [(contexts_of(*pair).order_by("-pk"), share) for pair in others]
-    contexts = read_contexts([*newest, *(parts_of_users(users_of, outcomes, spare=1) if users_of else ())])
+    parts = [part for key_id in users_of for part in parts_of_users(key_id, outcomes, spare=1)]
+    contexts = read_contexts([*newest, *parts])
     groups: dict[tuple[str, UseOutcome], list[int]] = {}
     for pk in sorted(contexts):
         groups.setdefault((contexts[pk].key_id, UseOutcome(contexts[pk].outcome)), []).append(pk)
     charted = [pk for pair in pairs for pk in groups.get(pair, [])[-share:]]
-    listed = [groups.get((users_of, outcome), []) for outcome in outcomes]
-    has_more = any(len(each) > MAX_READ for each in listed)
+    listed = {key_id: [groups.get((key_id, outcome), []) for outcome in outcomes] for key_id in users_of}
+    has_more = any(len(each) > MAX_READ for of_key in listed.values() for each in of_key)
+    listed_ids = {key_id: [pk for each in of_key for pk in each] for key_id, of_key in listed.items()}
     uses = dict[int, tuple[int, datetime, datetime]]()
-    for pk, minute, *use in _read_buckets(charted, (begin, until), [pk for each in listed for pk in each]):
+    every_listed = [pk for ids in listed_ids.values() for pk in ids]
+    for pk, minute, *use in _read_buckets(charted, (begin, until), every_listed):
         if minute is None:
             uses[pk] = (use[0], use[1], use[2])
         else:
             counts[contexts[pk].key_id][int((minute - begin) / step)] += use[0]
-    return Traffic(begin, until, step, counts, list_context_users(contexts.values(), uses), has_more)
+    users = {key_id: list_context_users((contexts[pk] for pk in ids), uses) for key_id, ids in listed_ids.items()}
+    return Traffic(begin, until, step, counts, users, has_more)
 
 
 def _read_buckets(

@@ -1,5 +1,6 @@
 """The next dates of scheduled rotations, computed as a dry run that writes nothing."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from enum import StrEnum
@@ -7,6 +8,7 @@ from enum import StrEnum
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import KeyvaultError
+from keyvault.domain.keys import KeyKind
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account, Credential
 from keyvault.models.row_count import RowCount
@@ -16,6 +18,8 @@ from rotation.services.rotations.planning import plan_rotation
 from rotation.services.schedules.candidates import (
     Candidate,
     DatePosition,
+    OpenRotation,
+    find_rotations,
     list_candidates,
     make_candidates,
     overrides_for,
@@ -170,6 +174,31 @@ def find_next(credential: Credential, now: datetime) -> ScheduledDate | None:
         return None
     date = _next_date(candidate, now)
     return _try_out(candidate, date, now) if date.state is DateState.OVERDUE else date
+
+
+@dataclass(frozen=True, slots=True)
+class NextRotation:
+    """The next rotation of a credential. `date`: None: no schedule applies. `open_rotation`: of any requester."""
+
+    cryptoperiod: timedelta | None
+    date: ScheduledDate | None
+    open_rotation: OpenRotation | None
+
+
+def list_next_of(credentials: Collection[Credential], now: datetime) -> dict[str, NextRotation]:
+    """Return the next rotation of each credential by its id, by two queries and without a dry run.
+
+    `credentials`: with their accounts and merchants, and `keys` prefetched with all active ones.
+    """
+    if not credentials:
+        return {}
+    rotations = find_rotations([each.pk for each in credentials])
+    candidates = make_candidates((each for each in credentials if each.kind == KeyKind.PRIVATE), rotations)
+    found = {each.pk: NextRotation(None, None, rotations[0].get(each.pk)) for each in credentials}
+    for pk, candidate in candidates.items():
+        period = timedelta(days=candidate.order.terms.cryptoperiod_days)
+        found[pk] = NextRotation(period, _next_date(candidate, now), candidate.open_rotation)
+    return found
 
 
 def _next_date(candidate: Candidate, now: datetime) -> ScheduledDate:

@@ -65,6 +65,10 @@ class OpenRotation:
     not_before: datetime | None
 
 
+KnownRotations = tuple[dict[str, OpenRotation], dict[str | None, datetime]]
+"""The open rotation of each credential, and when the last scheduled one of each active predecessor ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A scheduled credential. `key_id`: its one usable key; `obstacle`: why no rotation can be begun."""
@@ -174,13 +178,15 @@ def find_candidates(credential_ids: Collection[str]) -> dict[str, Candidate]:
     return make_candidates(rows.prefetch_related(Prefetch("keys", active)))
 
 
-def make_candidates(credentials: Iterable[Credential]) -> dict[str, Candidate]:
-    """Return the scheduled ones of these private credentials. `keys`: prefetched, with all active ones."""
+def make_candidates(credentials: Iterable[Credential], rotations: KnownRotations | None = None) -> dict[str, Candidate]:
+    """Return the scheduled ones of these private credentials. `keys`: prefetched, with all active ones.
+
+    `rotations`: those of the credentials, if they were read before.
+    """
     ordered = _with_orders(list(credentials))
     if not ordered:
         return {}
-    ids = [credential.pk for credential, _ in ordered]
-    open_now, ended_at = _find_rotations(ids)
+    open_now, ended_at = rotations or find_rotations([credential.pk for credential, _ in ordered])
     found = {}
     for credential, order in ordered:
         active = [key for key in credential.keys.all() if key.state == KeyState.ACTIVE]
@@ -233,9 +239,7 @@ def _order(schedule: RotationSchedule) -> StartOrder:
         return StartOrder(schedule, terms, draft.overrides, error.detail)
 
 
-def _find_rotations(
-    credential_ids: Collection[str],
-) -> tuple[dict[str, OpenRotation], dict[str | None, datetime]]:
+def find_rotations(credential_ids: Collection[str]) -> KnownRotations:
     """Return the open rotation of each credential, and when the last scheduled one of each predecessor ended.
 
     Only predecessors that are still active have an end.

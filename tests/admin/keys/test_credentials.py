@@ -11,7 +11,7 @@ from keyvault.admin.framework.charts import LineChart
 from keyvault.admin.keys.traffic import day_card, day_traffic, sparklines_of
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key, KeyUse, UseBucket, UseContext
-from keyvault.models.usage import UseOutcome
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 from keyvault.services.keys.lifecycle import activate_key, stage_key
 from keyvault.services.keys.records import find_key_record
 from tests.admin.desk import Desk, address, browser, hidden, text_of
@@ -158,6 +158,22 @@ def test_chart_leaves_out_the_step_that_is_not_complete(desk: Desk) -> None:
     assert sum(_counts_of(key)) == 3
 
 
+def test_chart_marks_what_happened_to_the_key(desk: Desk) -> None:
+    """Guarantee: labels of events near each other are in different lines."""
+    key, _ = issue(desk.sandbox)
+    at = now()
+    context = UseContext.objects.create(key=key, source="192.0.2.7", outcome=UseOutcome.ALLOWED)
+    UseBucket.objects.create(context=context, minute=at, count=1, first_at=at, last_at=at)
+    key.created_at, key.activated_at = at - timedelta(days=3), at - timedelta(hours=3)
+    key.suspended_at, key.compromised_at = at - timedelta(hours=2), at - timedelta(days=2)
+    card = day_card([key], day_traffic([key], SIGNS_OF_LIFE))
+    assert card is not None
+    name = f"…{key.key_id[-6:]}"
+    placed = card.body.context()["markers"]
+    assert [marker.label for marker, _ in placed] == [f"{name} issued", f"{name} suspended"]
+    assert len({top for _, top in placed}) == 2
+
+
 def test_small_line_leaves_out_the_hour_that_is_not_complete(desk: Desk) -> None:
     """Guarantee: the number has every use; only the line ends with the last complete hour."""
     key, _ = issue(desk.sandbox)
@@ -173,7 +189,7 @@ def test_small_line_leaves_out_the_hour_that_is_not_complete(desk: Desk) -> None
 
 
 def _counts_of(key: Key) -> list[float]:
-    card = day_card([key], day_traffic([key]))
+    card = day_card([key], day_traffic([key], SIGNS_OF_LIFE))
     assert card is not None
     assert isinstance(card.body, LineChart)
     return list(card.body.series[0].values)

@@ -203,12 +203,16 @@ def test_page_of_a_merchant_leads_to_a_key_request_for_it(desk: Desk) -> None:
     assert "Request a key</a>" not in text_of(browser(desk.auditor).get(page))
 
 
-@pytest.mark.parametrize(
-    "page", ["keyvault_refusal", "keyvault_webhookendpoint", "keyvault_providerconnection", "keyvault_limitoverride"]
-)
-def test_page_of_a_merchant_leads_to_what_is_its_own(desk: Desk, page: str) -> None:
+def test_page_of_a_merchant_leads_to_what_is_its_own(desk: Desk) -> None:
     """Guarantee: denials, webhooks, connections and limits of a merchant are one click from its page."""
     client = browser(desk.admin)
-    url = f"{address(f'{page}_changelist')}?q=acme"
-    assert f'href="{url}"' in text_of(client.get(address("keyvault_merchant_change", "acme")))
-    assert client.get(url).status_code == 200
+    shown = text_of(client.get(address("keyvault_merchant_change", "acme")))
+    for page, column in (
+        ("keyvault_refusal", "environment"),
+        ("keyvault_webhookendpoint", "account__environment"),
+        ("keyvault_providerconnection", "account__environment"),
+        ("keyvault_limitoverride", "environment"),
+    ):
+        url = f"{address(f'{page}_changelist')}?q=acme&{column}__exact=production"
+        assert f'href="{url.replace("&", "&amp;")}"' in shown
+        assert client.get(url).status_code == 200

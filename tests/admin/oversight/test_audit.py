@@ -81,6 +81,47 @@ def test_audit_list_filters_by_chain_and_event(desk: Desk) -> None:
     assert "0 audit entries" in found(desk, chain="account:nobody/sandbox")
 
 
+def test_audit_list_filters_by_actor_and_merchant(desk: Desk) -> None:
+    """Guarantee: one finds what a person did, and what happened at a merchant, also combined with an event."""
+    make_merchant("globex")
+    issue(desk.sandbox, by=desk.tam)
+    issue(desk.production, by=desk.tam)
+    for actor in ("tam", "operator:tam"):
+        text = found(desk, actor=actor)
+        assert "Key requested by tam" in text
+        assert "by worker" not in text
+    assert "Key requested by tam" not in found(desk, actor="worker")
+    assert "2 audit entries" in found(desk, actor="worker", event="key.activated")
+    assert "0 audit entries" in found(desk, actor="tam", event="key.activated")
+    assert "2 audit entries" in found(desk, merchant="acme", event="key.activated")
+    assert "1 audit entry" in found(desk, merchant="acme", event="key.activated", chain="account:acme/sandbox")
+    assert "0 audit entries" in found(desk, merchant="globex", event="key.activated")
+    assert 'name="event" value="key.activated"' in found(desk, merchant="acme", event="key.activated")
+
+
+def test_audit_list_of_an_actors_event_reads_a_bounded_number_of_entries(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: no index has both, so the event is looked for in the actor's newest entries, then in older ones."""
+    issue(desk.sandbox)
+    monkeypatch.setattr(audit, "_MAX_SEARCHED", 1)
+    text = found(desk, actor="worker", event="key.staged")
+    assert "0 audit entries" in text
+    assert "Search older entries" in text
+
+
+def test_audit_actors_are_offered_by_the_beginning_of_their_name(desk: Desk) -> None:
+    """Guarantee: an auditor of one merchant learns no operators by it."""
+    url = address("choices_actors")
+    offered = browser(desk.auditor).get(url, {"q": "ta"}).json()["choices"]
+    assert offered == [{"value": "operator:tam", "label": "tam", "detail": "operator"}]
+    limited = make_operator("limited", Role.AUDITOR, scope=AccessScope(frozenset({"acme"})))
+    values = [each["value"] for each in browser(limited).get(url).json()["choices"]]
+    assert "system:worker" in values
+    assert not any(value.startswith("operator:") for value in values)
+    assert browser(desk.tam).get(url).status_code == 403
+
+
 @pytest.mark.parametrize(
     "query",
     [{"at__gte": "0001-01-01T00:00:00+14:00"}, {"at__lt": "9999-12-31T23:59:59-14:00"}, {"at__gte": "x"}],

@@ -11,6 +11,7 @@ from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
+from keyvault.admin.framework.attention import menu_counts
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind, KeyState, RetirementReason
 from keyvault.domain.revocation import RevocationReason
@@ -31,7 +32,7 @@ from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import bypass_rotation, request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_schedule
 from tests.admin.desk import Desk, address, browser, make_refusal, set_up_desk, text_of
-from tests.factories import PRODUCTION, grant, issue, make_operator, now, request_key
+from tests.factories import PRODUCTION, SANDBOX, grant, issue, make_operator, now, request_key
 from tests.services.rows import disable_triggers
 
 pytestmark = pytest.mark.database
@@ -45,7 +46,9 @@ def desk(db: None) -> Desk:
 
 
 def count_queries(client: Client, url: str) -> list[str]:
-    client.get(url)  # writes what is written once a day, and reads the menu's counts, which are kept for seconds
+    """Return the queries of a page; with the fixture `menu_counts` including those of the menu's counts."""
+    client.get(url)  # writes what is written once a day
+    menu_counts.forget_all()
     with CaptureQueriesContext(connection) as made:
         answer = client.get(url)
     assert answer.status_code == 200, text_of(answer)
@@ -135,9 +138,13 @@ def test_page_of_a_full_rotation_makes_few_queries(desk: Desk, kind: KeyKind) ->
     assert {place: count for place, count in found.items() if count > MAX_QUERIES} == {}
 
 
+@pytest.mark.usefixtures("menu_counts")
 @pytest.mark.parametrize("is_open", [True, False], ids=["open-rotation", "overdue"])
 def test_page_of_a_full_credential_makes_few_queries(desk: Desk, is_open: bool) -> None:
-    """Guarantee: so does that of a credential with many used keys, rotations and a schedule."""
+    """Guarantee: so does that of a credential with many used keys, rotations and a schedule, and the menu's counts.
+
+    It shows who uses which of the keys, and that a rotation is open.
+    """
     row = make_full_rotation(desk, KeyKind.PRIVATE)
     disable_triggers()
     for number in range(30):
@@ -154,21 +161,54 @@ def test_page_of_a_full_credential_makes_few_queries(desk: Desk, is_open: bool) 
             retirement=RetirementReason.REVOKED,
             reason=RevocationReason.SUPERSEDED,
         )
-    url = address("keyvault_credential_change", row.credential_id)
-    queries = count_queries(browser(make_operator("viewer", *Role)), url)
-    assert len(queries) <= MAX_QUERIES
+    client, url = browser(make_operator("viewer", *Role)), address("keyvault_credential_change", row.credential_id)
+    assert len(count_queries(client, url)) <= MAX_QUERIES
+    shown = text_of(client.get(url))
+    assert ('class="badge badge-rotating' in shown) == is_open
+    assert row.replacement_id is not None
+    *_, users = shown.partition("Who uses it")
+    moved = users.partition("192.0.2.1<")[2].partition("</tr>")[0]
+    assert address("keyvault_key_change", row.replacement_id) in moved
+    assert address("keyvault_key_change", row.predecessor_id) in moved
+    unmoved = users.partition("192.0.2.0<")[2].partition("</tr>")[0]
+    assert address("keyvault_key_change", row.replacement_id) not in unmoved
+    assert address("keyvault_key_change", row.predecessor_id) in unmoved
 
 
+@pytest.mark.usefixtures("menu_counts")
 def test_page_of_a_full_merchant_makes_few_queries(desk: Desk) -> None:
-    """Guarantee: so does that of a merchant with keys in both environments, traffic, rotations and a schedule."""
-    make_full_rotation(desk, KeyKind.PRIVATE)
-    key, _ = issue(desk.sandbox)
+    """Guarantee: so does that of a merchant with keys in both environments, traffic, rotations and a schedule.
+
+    The counts of the menu are among the queries.
+    """
+    row = make_full_rotation(desk, KeyKind.PRIVATE)
+    key, _ = issue(desk.sandbox, label="nightly")
     use(key, UseOutcome.ALLOWED, "192.0.2.9")
-    url = address("keyvault_merchant_change", "acme")
-    queries = count_queries(browser(make_operator("viewer", *Role)), url)
-    assert len(queries) <= MAX_QUERIES
+    for environment in (SANDBOX, PRODUCTION):
+        make_refusal(f"{environment:R<22}", merchant_id="acme", environment=environment, code="ip_not_allowed")
+    client, url = browser(make_operator("viewer", *Role)), address("keyvault_merchant_change", "acme")
+    assert len(count_queries(client, url)) <= MAX_QUERIES
+    shown = text_of(client.get(url))
+    for text in (
+        f'{address("rotation_rotation_change", row.pk)}"><span class="badge badge-{row.state}',
+        "of the cryptoperiod",
+        "nightly</a>",
+        "https://acme.example/",
+        "Provider connections",
+        "Limits of endpoints",
+        address("keyvault_refusal_change", f"{PRODUCTION:R<22}"),
+        "q=acme&amp;environment__exact=sandbox",
+        'of-sandbox"',
+    ):
+        assert text in shown
+    client.post(address("environment"), {"environment": "production"})
+    shown = text_of(client.get(url))
+    assert "of-production" in shown
+    assert "of-sandbox" not in shown
+    assert "nightly</a>" not in shown
 
 
+@pytest.mark.usefixtures("menu_counts")
 @pytest.mark.parametrize("is_dead", [False, True], ids=["active", "compromised"])
 @pytest.mark.parametrize("kind", KeyKind)
 def test_page_of_a_full_key_makes_few_queries(desk: Desk, kind: KeyKind, is_dead: bool) -> None:
