@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 from django.contrib.admin import AdminSite
 from django.db import IntegrityError
@@ -52,11 +53,15 @@ class WaitingRow:
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """Rows of one kind. `name`: selects all of them by the query string. `count`: exact, or `200+`."""
+    """Rows of one kind. `name`: selects all of them by the query string. `count`: exact, or `200+`.
+
+    `review_url`: page that approves all of `rows` together.
+    """
 
     name: str
     title: str
     list_url: str
+    review_url: str
     count: str
     rows: Sequence[WaitingRow]
     is_selected: bool
@@ -95,8 +100,15 @@ def _find_groups(site: AdminSite, request: HttpRequest) -> Iterator[WaitingGroup
             continue
         shown = [_waiting_row(item, row) for row in rows[:MAX_DECIDABLE]]
         name = item.title.lower().replace(" ", "-")
+        review_url = f"{reverse('admin:approvals_review')}?{urlencode([('item', row.choice) for row in shown])}"
         yield WaitingGroup(
-            name, item.title, item.model_admin.list_url(item.query), _format_count(ids, rows), shown, name in selected
+            name,
+            item.title,
+            item.model_admin.list_url(item.query),
+            review_url,
+            _format_count(ids, rows),
+            shown,
+            name in selected,
         )
 
 

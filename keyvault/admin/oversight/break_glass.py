@@ -15,6 +15,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.actions import ActionResult, Cleaned, RowAction, Tone, VersionedForm, run_service
+from keyvault.admin.framework.activity import name_event
 from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import badge_column, moment_column
 from keyvault.admin.framework.enforcement import may, operator_of
@@ -130,6 +131,9 @@ class BreakGlassAdmin(ConsoleModelAdmin):
     when = moment_column("when", "created_at")
     review_badge = badge_column("review", _state, ordering="reviewed_at")
 
+    def name_of(self, row: BreakGlass) -> str:
+        return f"{name_event(row.event)}: {row.subject}"
+
     def scope_of(self, row: BreakGlass) -> AccessScope:
         return scope_of(row)
 
@@ -161,7 +165,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             ],
         )
         return Detail(
-            title=f"{row.event} {_by(row)} {row.operator}",
+            title=f"{name_event(row.event)} {_by(row)} {row.operator}",
             state=_state(row),
             sections=[self.summary(row), review],
             notes=list(_notes(operator_of(request), row)),
@@ -187,7 +191,7 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             yield self.attention("Break-glass actions not reviewed yet", rows, "?review=open")
 
     def line_of(self, row: BreakGlass) -> Line:
-        return Line(self.url_of(row), str(row), f"{_by(row)} {row.operator.username}", row.created_at)
+        return Line(self.url_of(row), self.name_of(row), f"{_by(row)} {row.operator.username}", row.created_at)
 
 
 def _find_fault(action: BreakGlass, operator: OperatorPrincipal) -> str | None:
