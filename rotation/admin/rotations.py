@@ -61,6 +61,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
+from keyvault.services.usage.reports import find_last
 from rotation.admin.rotation_actions import REQUEST, ROW_ACTIONS, has_old_key, may_be_collected
 from rotation.admin.rotation_progress import (
     banner_of,
@@ -89,7 +90,12 @@ from rotation.domain.runbook import Advice, Case, find_stall, find_wait, fit_adv
 from rotation.domain.states import CLOSED
 from rotation.models import Evidence, Rotation
 from rotation.models.rotations import AWAITS_CONFIRMATION
-from rotation.services.rotations.interventions import list_approval_acts, list_collectable, may_collect
+from rotation.services.rotations.interventions import (
+    list_approval_acts,
+    list_collectable,
+    may_be_confirmed,
+    may_collect,
+)
 from rotation.services.rotations.reports import find_waits, subject_of
 from rotation.services.rotations.requests import BYPASSED, is_undecided
 
@@ -218,6 +224,7 @@ class RotationAdmin(ConsoleModelAdmin):
         if row.schedule is not None and row.schedule.account_id == row.credential.account_id:
             row.schedule.account = row.credential.account
         row.approval_acts = SimpleLazyObject(lambda: list_approval_acts(row))
+        row.find_last_use = find_last
         return row
 
     @admin.display(description="account")
@@ -255,6 +262,7 @@ class RotationAdmin(ConsoleModelAdmin):
         fetch_approvals(row)
         prefetch_related_objects([row], Prefetch("evidence", Evidence.objects.order_by("created_at", "evidence_id")))
         waits = find_waits(row, now)
+        row.find_last_use = waits.last_uses.get
         waiting_for, awaited, account = waits.waiting_for or "", waits.awaited, row.credential.account
         recorded = list(row.evidence.all())
         offered = self.offered_actions(request, row)
@@ -383,6 +391,8 @@ class RotationAdmin(ConsoleModelAdmin):
         yield self.attention("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:
+        if action.name == "confirm":
+            return may_be_confirmed(row, row.find_last_use)
         # The state first: whether the person may collect takes queries.
         is_available = super()._is_available(request, action, row)
         return is_available and (action.name != "collect" or self._may_collect(request, row))

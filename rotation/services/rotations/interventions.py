@@ -1,7 +1,7 @@
 """Manual changes to a rotation: abort, roll back, resume, extend, confirm, retire, collect; and the acknowledgement."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta
 
 from django.db.models import prefetch_related_objects
@@ -41,6 +41,9 @@ S = RotationState
 
 _CLAIMS, _CLAIM_AGAIN_SECONDS = 10, 0.1
 pause = time.sleep
+
+FindLastUse = Callable[[str], datetime | None]
+"""Returns when the key of an id was last used."""
 
 
 def abort_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
@@ -239,23 +242,24 @@ def confirm_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
     return rotation
 
 
-def may_be_confirmed(rotation: Rotation) -> bool:
+def may_be_confirmed(rotation: Rotation, find_last_use: FindLastUse = find_last) -> bool:
+    """Whether an operator may confirm the use of the key that stays. `find_last_use`: when a key was last used."""
     plan = rotation.readable_plan
     if plan is None:
         return False
     if rotation.state == S.ROLLING_BACK:
         # Confirms the return to the old key; a later use of the replacement requires another confirmation.
-        return rotation.written_back_at is not None and not _is_return_confirmed(rotation)
+        return rotation.written_back_at is not None and not _is_return_confirmed(rotation, find_last_use)
     if rotation.confirmed_at is not None or rotation.stage is not S.AWAITING_PROOF:
         return False
     # A credential that was dormant when planned is no longer dormant once its old key is used.
-    return plan.proof is Proof.CONFIRMATION or (plan.is_dormant and find_last(rotation.predecessor_id) is None)
+    return plan.proof is Proof.CONFIRMATION or (plan.is_dormant and find_last_use(rotation.predecessor_id) is None)
 
 
-def _is_return_confirmed(rotation: Rotation) -> bool:
+def _is_return_confirmed(rotation: Rotation, find_last_use: FindLastUse) -> bool:
     if rotation.confirmed_at is None:
         return False
-    used_at = None if rotation.replacement_id is None else find_last(rotation.replacement_id)
+    used_at = None if rotation.replacement_id is None else find_last_use(rotation.replacement_id)
     return used_at is None or used_at <= rotation.confirmed_at
 
 

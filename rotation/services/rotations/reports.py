@@ -1,6 +1,6 @@
 """Read access to rotations, for the API, the console and the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -95,13 +95,14 @@ class Waits:
 
     `waiting_for`: None if it is closed. `awaited`: the sources whose silence it awaits, also while it is stalled.
     `until`: when the wait ends by itself; None: with an event. `sources`: all sources of the key that is being
-    retired, in the stages that judge their silence.
+    retired, in the stages that judge their silence. `last_uses`: of both keys, in the stages that depend on them.
     """
 
     waiting_for: str | None
     awaited: list[AwaitedSource] = field(default_factory=list)
     until: datetime | None = None
     sources: Sequence[SourceFacts] = ()
+    last_uses: Mapping[str, datetime | None] = field(default_factory=dict)
 
 
 def find_waits(rotation: Rotation, now: datetime) -> Waits:
@@ -113,9 +114,12 @@ def find_waits(rotation: Rotation, now: datetime) -> Waits:
     facts = gather_facts(rotation, now)
     step = next_step(facts, now)
     awaited = list_awaited_sources(facts)
+    pairs = ((rotation.predecessor_id, facts.predecessor), (rotation.replacement_id, facts.replacement))
+    last_uses = {pk: key.last_used_at for pk, key in pairs if pk is not None and key is not None}
     if isinstance(step, Move):
-        return Waits("its next turn", awaited, sources=facts.sources)
-    return Waits(step.waiting_for, awaited, step.until if isinstance(step, Wait) else None, facts.sources)
+        return Waits("its next turn", awaited, sources=facts.sources, last_uses=last_uses)
+    until = step.until if isinstance(step, Wait) else None
+    return Waits(step.waiting_for, awaited, until, facts.sources, last_uses)
 
 
 def get_rotation(rotation_id: str) -> Rotation:

@@ -1,6 +1,7 @@
 """Queries of the pages of a rotation, credential and key whose every section has rows."""
 
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def change(row: Rotation, **columns: Any) -> None:
     rows.filter(pk=row.pk).update(**columns)
 
 
-def put_in(row: Rotation, state: S, stalled_from: S | None = None) -> None:
+def put_in(row: Rotation, state: S, stalled_from: S | None = None, *, is_confirmed: bool = False) -> None:
     """Write the rotation in a state, with the times of all earlier ones."""
     stage, at = stalled_from or state, now() - timedelta(minutes=5)
     is_quarantined = stage in {S.QUARANTINE, S.REVOKING, S.ROLLING_BACK}
@@ -109,6 +110,7 @@ def put_in(row: Rotation, state: S, stalled_from: S | None = None) -> None:
         stalled_from=stalled_from,
         why="the deadline passed" if stalled_from else "",
         accepted_at=None if stage is S.STAGED else at,
+        confirmed_at=at if is_confirmed else None,
         used_at=at,
         silent_at=at,
         quarantined_at=at if is_quarantined else None,
@@ -121,8 +123,11 @@ def put_in(row: Rotation, state: S, stalled_from: S | None = None) -> None:
 
 STATES = [
     *((state, None) for state in (S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING)),
-    *((S.ROLLING_BACK, None), (S.COMPLETED, None)),
-    *((S.STALLED, stage) for stage in (S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.ROLLING_BACK)),
+    *((S.ROLLING_BACK, None), (S.COMPLETED, None), (S.CANCELLED, None)),
+    *(
+        (S.STALLED, stage)
+        for stage in (S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.QUARANTINE, S.REVOKING, S.ROLLING_BACK)
+    ),
 ]
 
 
@@ -132,9 +137,9 @@ def test_page_of_a_full_rotation_makes_few_queries(desk: Desk, kind: KeyKind) ->
     row = make_full_rotation(desk, kind)
     client, url = browser(make_operator("viewer", *Role)), address("rotation_rotation_change", row.pk)
     found = {}
-    for state, stalled_from in STATES:
-        put_in(row, state, stalled_from)
-        found[(state, stalled_from)] = len(count_queries(client, url))
+    for (state, stalled_from), is_confirmed in product(STATES, (False, True)):
+        put_in(row, state, stalled_from, is_confirmed=is_confirmed)
+        found[(state, stalled_from, is_confirmed)] = len(count_queries(client, url))
     assert {place: count for place, count in found.items() if count > MAX_QUERIES} == {}
 
 
