@@ -204,8 +204,9 @@ class UsageLog(BackgroundThread):
     def _finish(self) -> None:
         file, is_reported = self._file, False
         try:
-            self.flush(is_final=True)
-            is_reported = True
+            with log_failure(_log, "the last uses could not be reported; another process reports those in the file"):
+                self.flush(is_final=True)
+                is_reported = True
         finally:
             self._file = None
             if file is not None:

@@ -886,8 +886,8 @@ def test_usage_thread_survives_a_failed_flush(monkeypatch: pytest.MonkeyPatch) -
 def test_usage_flush_without_the_database_logs_one_line(
     log: UsageLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An unexpected error is logged with its traceback."""
-    errors: list[Exception] = [OperationalError("away"), ValueError("unexpected")]
+    """So does the last flush of a process that stops. An unexpected error is logged with its traceback."""
+    errors: list[Exception] = [OperationalError("away"), ValueError("unexpected"), OperationalError("still away")]
 
     def fail(*_: object) -> bool:
         raise errors.pop(0)
@@ -895,8 +895,10 @@ def test_usage_flush_without_the_database_logs_one_line(
     monkeypatch.setattr(recorder, "_write", fail)
     log._try_flush()
     log._try_flush()
-    unavailable, unexpected = caplog.records
+    log._finish()
+    unavailable, unexpected, last = caplog.records
     assert (unavailable.levelname, unavailable.exc_info, str(unavailable.__dict__["why"])) == ("WARNING", None, "away")
+    assert (last.levelname, last.exc_info, str(last.__dict__["why"])) == ("WARNING", None, "still away")
     assert (unexpected.levelname, bool(unexpected.exc_info)) == ("ERROR", True)
 
 
