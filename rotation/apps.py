@@ -11,9 +11,9 @@ class RotationConfig(AppConfig):
         from keyvault.models.triggers import register_rules, restore_triggers
         from rotation.models.triggers import RULES
         from rotation.services.rotations import turns
-        from rotation.services.schedules import marking
+        from rotation.services.schedules import date_marks
 
         register_rules(self.label, RULES)
         turns.connect_signals()
-        marking.connect_signals()
+        date_marks.connect_signals()
         post_migrate.connect(restore_triggers, sender=self, dispatch_uid="rotation.triggers")

@@ -151,7 +151,7 @@ def _run_to_the_end(command: list[str], variables: dict[str, str]) -> int:
 
 
 def _wait_for_the_tidy_end(run: "subprocess.Popen[bytes]") -> None:
-    """Let an interrupted pytest tear down what it set up, but not for ever."""
+    """Let an interrupted pytest tear down what it set up, but not forever."""
     try:
         run.wait(TIDY_WITHIN_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):

@@ -150,7 +150,7 @@ def test_decide_request_that_fails_two_rules_gets_the_earlier_code(earlier: str,
     assert code_of(judge(Case().but(**FAILURES[later] | FAILURES[earlier]))) == code(earlier)
 
 
-# --- what a yes takes -------------------------------------------------------------------------------------
+# --- what a grant needs -----------------------------------------------------------------------------------
 
 
 @given(rules, holders, requests)

@@ -228,14 +228,14 @@ def test_bucket_status_equals_what_can_be_spent_now(visit: tuple[Limit, list[Req
         now_us += gap_us
         _, state = spend_one(state, limit, cost, now_us)
     assert state is not None
-    told = bucket_status(bucket(limit), state, now_us + later_us)
-    assert told.wait_us == 0
-    if told.remaining:
-        assert spend_one(state, limit, told.remaining, now_us + later_us)[0].allowed
-    if told.remaining < limit.count:
-        assert not spend_one(state, limit, told.remaining + 1, now_us + later_us)[0].allowed
+    status = bucket_status(bucket(limit), state, now_us + later_us)
+    assert status.wait_us == 0
+    if status.remaining:
+        assert spend_one(state, limit, status.remaining, now_us + later_us)[0].allowed
+    if status.remaining < limit.count:
+        assert not spend_one(state, limit, status.remaining + 1, now_us + later_us)[0].allowed
         assert (
-            bucket_status(bucket(limit), state, now_us + later_us + told.reset_seconds * SECOND_US).remaining
+            bucket_status(bucket(limit), state, now_us + later_us + status.reset_seconds * SECOND_US).remaining
             == limit.count
         )
 

@@ -131,8 +131,8 @@ def test_roles_worker_and_host_have_their_own_few_rights() -> None:
     assert WORKER.permissions == ENGINE | {P.REVOCATIONS_REPLAY}
     operators = {P.OPERATORS_WRITE, P.OPERATORS_ENROLL}
     peppers = {P.PEPPERS_READ, P.PEPPERS_WRITE}
-    upkeep = {P.REVOCATIONS_REPLAY, P.INSTALLATION_MAINTAIN}
-    assert HOST.permissions == {P.MERCHANTS_WRITE, P.TOKENS_WRITE} | upkeep | operators | peppers
+    maintenance = {P.REVOCATIONS_REPLAY, P.INSTALLATION_MAINTAIN}
+    assert HOST.permissions == {P.MERCHANTS_WRITE, P.TOKENS_WRITE} | maintenance | operators | peppers
     assert HOST.permissions.isdisjoint(APPROVING | ENGINE)
     assert CONSOLE.permissions == {P.SESSIONS_WRITE}
     assert SINGLE_SIGN_ON.permissions == operators

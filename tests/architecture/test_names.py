@@ -53,6 +53,16 @@ REVEALS: dict[str, str] = {
 }
 """The files that may turn a plaintext into text, each with its reason; a new one asks for a review."""
 
+VERB_AND_NOUN = re.compile(
+    r"(?:abort|accept|add|approve|bootstrap|check|collect|confirm|create|disable|end|export|extend|hold|invite|issue|list"
+    r"|offboard|pause|reconcile|reissue|reject|release|remove|replay|report|request|reset|resume|retire|review|revoke"
+    r"|rotate|seed|set|show|waive|withdraw)_[a-z_]+"
+)
+OTHER_COMMANDS = re.compile(
+    r"audit_verify|backup|changepassword|createsuperuser|demo|flush|loaddata|redact|restore|run|setup|verifier"
+)
+"""Django's own names, single verbs, and `audit_verify` and `verifier`, which others already call."""
+
 SHARED_WITH_THE_CLIENT = {
     "Application": "the term of WSGI and of ASGI, in the middleware for each",
     "KeySource": "where a key comes from: public, as in KeySourceError. The model has the sources of a key's uses",
@@ -63,16 +73,6 @@ SHARED_WITH_THE_CLIENT = {
     "Verifier": "public: it asks the service. The model has the processes that verify",
 }
 """Names of two classes, one of them in the Python client. Any other shared name is an accident."""
-
-VERB_AND_NOUN = re.compile(
-    r"(?:abort|accept|add|approve|bootstrap|check|collect|confirm|create|disable|end|export|extend|hold|invite|issue|list"
-    r"|offboard|pause|reconcile|reissue|reject|release|remove|replay|report|request|reset|resume|retire|review|revoke"
-    r"|rotate|seed|set|show|waive|withdraw)_[a-z_]+"
-)
-OTHER_COMMANDS = re.compile(
-    r"audit_verify|backup|changepassword|createsuperuser|demo|flush|loaddata|redact|restore|run|setup|verifier"
-)
-"""Django's own names, single verbs, and `audit_verify` and `verifier`, which others already call."""
 
 
 def test_names_a_command_is_a_verb_and_a_noun() -> None:

@@ -59,7 +59,7 @@ def states(backend: SecretBackend, path: str = "a") -> dict[int, VersionState]:
 
 
 def test_evidence_of_a_scope_keeps_its_newest_versions(backend: SecretBackend) -> None:
-    """Evidence is written every few minutes for ever, so each path keeps a bounded number of versions."""
+    """Evidence is written every few minutes without end, so each path keeps a bounded number of versions."""
     for version in range(EVIDENCE_VERSIONS + 2):
         put(backend, str(version), version, "service/checkpoint", Mount.EVIDENCE)
     for erased in (1, 2):

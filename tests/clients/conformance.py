@@ -165,7 +165,7 @@ def unnamed() -> Json:
 
 
 def undecided() -> list[Json]:
-    """Cases in which the verifier gets no decision that it may rely on: the client gets 503, never a yes."""
+    """Cases in which the verifier gets no decision that it may rely on: the client gets 503, never a grant."""
     allowed = decide(_question("POST", ORDERS, (KEY,)))
     denied = decide(_question("POST", ORDERS, ()))
     json_type = {"Content-Type": "application/json"}

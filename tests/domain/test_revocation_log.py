@@ -120,8 +120,8 @@ def test_standing_is_no_beginning() -> None:
 
 
 def test_standing_without_a_unit_was_committed_before_it_was_written() -> None:
-    healed = replace(FIRST, unit="")
-    assert standing(CaughtUp(1), healed, boot="now") == [CaughtUp(1), healed]
+    backfilled = replace(FIRST, unit="")
+    assert standing(CaughtUp(1), backfilled, boot="now") == [CaughtUp(1), backfilled]
 
 
 def test_standing_never_is_what_was_dropped() -> None:

@@ -69,7 +69,7 @@ SHORTER: Mapping[str, tuple[str, str]] = {
 }
 """Thresholds of rules that wait for longer than a fault lasts, replaced while their own fault lasts. So is `for`."""
 
-RANGE, PATIENCE = "[30s]", "10s"
+RANGE, PENDING_FOR = "[30s]", "10s"
 """Range of every `increase` and `rate`, so that an alert ends with its fault. `for` of the rules in SHORTER."""
 
 
@@ -81,7 +81,7 @@ def shorten_rules(alerts: Collection[str]) -> str:
         if rule["alert"] in alerts and rule["alert"] in SHORTER:
             old, new = SHORTER[rule["alert"]]
             assert old in rule["expr"], rule["expr"]
-            rule |= {"expr": rule["expr"].replace(old, new), "for": PATIENCE}
+            rule |= {"expr": rule["expr"].replace(old, new), "for": PENDING_FOR}
     return str(yaml.safe_dump(rules))
 
 

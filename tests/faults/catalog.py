@@ -88,7 +88,7 @@ EXPERIMENTS = (
     Experiment(
         "region",
         "region",
-        "a regional verifier over a line with delays, losses and partitions, and never a yes after a receipt",
+        "a regional verifier over a line with delays, losses and partitions, and never a grant after a receipt",
         4,
         servers=frozenset({"postgres"}),
     ),

@@ -1,4 +1,4 @@
-"""A regional verifier over a bad line: revocations, receipts, losses and partitions, and never a yes after a receipt.
+"""A regional verifier over a bad line: revocations, receipts, losses and partitions, and never a grant after a receipt.
 
 The region has no log-in to the database. It reads the feed of one server through `bad_line`, and gateways in the region
 verify keys there the whole time.

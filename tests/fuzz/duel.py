@@ -75,9 +75,9 @@ class Duel:
         what = find_fault(ours, theirs)
         return Find(seed, what, sent, ours, theirs) if what else None
 
-    def _compare(self, seeds: Sequence[int], patience: float) -> list[str]:
+    def _compare(self, seeds: Sequence[int], timeout: float) -> list[str]:
         sent = [generate(seed) for seed in seeds]
-        pairs = _exchange([place for part in sent for place in ((self.ours, part), (self.theirs, part))], patience)
+        pairs = _exchange([place for part in sent for place in ((self.ours, part), (self.theirs, part))], timeout)
         found = []
         for ours, theirs in pairs:
             mine = read_answers(ours)
@@ -135,7 +135,7 @@ def read_answers(received: bytes) -> list[str]:
     return found
 
 
-def _exchange(sent: Sequence[tuple[Path, bytes]], patience: float) -> list[tuple[bytes, bytes]]:
+def _exchange(sent: Sequence[tuple[Path, bytes]], timeout: float) -> list[tuple[bytes, bytes]]:
     """Return the responses of both servers, in pairs, in the order of the streams."""
     poll = select.epoll()
     wires: dict[int, tuple[int, socket.socket]] = {}
@@ -148,14 +148,14 @@ def _exchange(sent: Sequence[tuple[Path, bytes]], patience: float) -> list[tuple
             wire.sendall(data)
         wires[wire.fileno()] = (number, wire)
         poll.register(wire, select.EPOLLIN)
-    is_patient, deadline = True, time.monotonic() + HANG_SECONDS
+    is_first_wait, deadline = True, time.monotonic() + HANG_SECONDS
     while wires:
-        events = poll.poll(patience if is_patient else HANG_SECONDS)
+        events = poll.poll(timeout if is_first_wait else HANG_SECONDS)
         if not events:
             hanging = [sent[number] for number, _ in wires.values()]
-            assert is_patient, f"hangs: {hanging}"
+            assert is_first_wait, f"hangs: {hanging}"
             assert time.monotonic() < deadline, f"drips: {hanging}"
-            is_patient = False
+            is_first_wait = False
             for _, wire in wires.values():
                 with suppress(OSError):
                     wire.shutdown(socket.SHUT_WR)

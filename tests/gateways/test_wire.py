@@ -33,8 +33,8 @@ class Asking:
         head = [f"X-Api-Key: {self.key}", f"X-Service-Token: {self.token}", *lines]
         if dialect is Dialect.ENVOY:
             return self.keyvault.send(*head, method=method, path=f"/v1/authorize/envoy{path}", host="shop.example")
-        told = [f"X-Forwarded-Method: {method}", f"X-Forwarded-Uri: {path}", "X-Forwarded-Host: shop.example"]
-        return self.keyvault.send(*head, *told, method="GET", path="/v1/authorize/traefik", host="127.0.0.1")
+        headers = [f"X-Forwarded-Method: {method}", f"X-Forwarded-Uri: {path}", "X-Forwarded-Host: shop.example"]
+        return self.keyvault.send(*head, *headers, method="GET", path="/v1/authorize/traefik", host="127.0.0.1")
 
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def test_gateway_dialects_over_the_wire_get_the_verdicts_of_the_contract(asking:
     for dialect in (Dialect.ENVOY, Dialect.TRAEFIK):
         answer = asking.ask(dialect)
         assert (answer.status, answer.body) == (200, b"")
-        told = {name: answer.headers.get_all(name, []) for name in IDENTITY}
-        assert {name: len(values) for name, values in told.items()} == dict.fromkeys(IDENTITY, 1)
-        assert (told["X-Merchant-Id"], told["X-Customer-Id"]) == (["acme"], [""])
+        headers = {name: answer.headers.get_all(name, []) for name in IDENTITY}
+        assert {name: len(values) for name, values in headers.items()} == dict.fromkeys(IDENTITY, 1)
+        assert (headers["X-Merchant-Id"], headers["X-Customer-Id"]) == (["acme"], [""])
         for lines, expected in (
             ((f"X-Service-Token: {asking.token}",), (401, "service_token_invalid")),
             (("X-Api-Key: bad",), (400, "credential_ambiguous")),

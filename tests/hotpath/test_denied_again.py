@@ -133,9 +133,9 @@ def test_repeated_denial_is_byte_identical(stage: Stage, end: str) -> None:
         assert noted[-1].at == datetime.fromtimestamp(clock.wall(), UTC)
     for answer, verdict in zip(answers, noted, strict=True):
         assert masked(answer) == expected
-        told = json.loads(answer.body)
-        assert told["key_id"] == key.key_id
-        assert told["request_id"] == told["problem"]["request_id"] == answer.request_id == verdict.request_id
+        body = json.loads(answer.body)
+        assert body["key_id"] == key.key_id
+        assert body["request_id"] == body["problem"]["request_id"] == answer.request_id == verdict.request_id
         same = replace(verdict, request_id="", at=noted[0].at, is_from_memory=False)
         assert same == replace(noted[0], request_id="")
     assert [verdict.is_from_memory for verdict in noted] == [False, True, True, True]
@@ -408,7 +408,7 @@ def test_denied_key_past_its_expiry_is_reported_as_expired_before_and_after_the_
     expire_key(grant(WORKER, P.ISSUANCE_EXECUTE, account(), at=key.expires_at), key)
     for _ in range(3):
         assert masked(quick.ask(stage.token, asked)) == expected
-    assert quick.from_memory == 2, "what was swept is over for ever"
+    assert quick.from_memory == 2, "what was swept is over"
 
 
 MARKED = "kv_prv_sbx_and the rest of a key"

@@ -101,7 +101,7 @@ def test_store_plans_its_statements_again_after_a_migration() -> None:
         store = PostgresStore()
         store._query = b"SELECT * FROM fickle WHERE id = ANY($1)"
         assert await store.find(KEY, NOBODY) == {}
-        for column, read in (("one", store.find(KEY, NOBODY)), ("two", told_of(store))):
+        for column, read in (("one", store.find(KEY, NOBODY)), ("two", result_of(store))):
             (reader,) = store._idle
             await asyncio.to_thread(execute, f"ALTER TABLE fickle ADD COLUMN {column} integer")
             assert await read == {}
@@ -131,7 +131,7 @@ def test_reading_that_has_ended_leaves_no_timer_to_end_the_next_one(way: str) ->
 
         reader._loop.call_later.side_effect = call_later
         for _ in range(2):
-            assert await (store.find(KEY, NOBODY) if way == "find" else told_of(store)) == {}
+            assert await (store.find(KEY, NOBODY) if way == "find" else result_of(store)) == {}
         assert [timer.cancelled() for timer in timers] == [True, True]
         assert store._idle == [reader]
         await store.close()
@@ -216,28 +216,28 @@ def test_statement_larger_than_the_socket_buffer_is_sent_completely(
     asyncio.run(ask())
 
 
-async def told_of(store: PostgresStore, ids: frozenset[str] = NOBODY) -> object:
+async def result_of(store: PostgresStore, ids: frozenset[str] = NOBODY) -> object:
     """Return the result that `find_keys` passes to its callback."""
-    told, has_told = list[object](), asyncio.Event()
+    results, has_result = list[object](), asyncio.Event()
 
-    def tell(found: object) -> None:
-        told.append(found)
-        has_told.set()
+    def note(found: object) -> None:
+        results.append(found)
+        has_result.set()
 
-    store.find_keys(ids, tell)
-    assert not told, "the callback must not run inside the call"
+    store.find_keys(ids, note)
+    assert not results, "the callback must not run inside the call"
     async with asyncio.timeout(10):
-        await has_told.wait()
-    (found,) = told
+        await has_result.wait()
+    (found,) = results
     return found
 
 
 def test_keys_read_by_callback_reuse_one_connection() -> None:
     async def ask() -> None:
         store = PostgresStore()
-        assert [await told_of(store) for _ in range(3)] == [{}] * 3
+        assert [await result_of(store) for _ in range(3)] == [{}] * 3
         (reader,) = store._idle
-        assert await told_of(store) == {}
+        assert await result_of(store) == {}
         assert store._idle == [reader]
         await store.close()
 
@@ -250,7 +250,7 @@ def test_keys_of_a_lost_connection_are_read_by_another() -> None:
         await asyncio.gather(store.find(KEY, NOBODY), store.find(KEY, NOBODY))
         lost = list(store._idle)
         await asyncio.to_thread(terminate_others)
-        assert await told_of(store) == {}
+        assert await result_of(store) == {}
         assert all(reader.is_closed for reader in lost)
         assert len(store._idle) == 1
         await store.close()
@@ -262,12 +262,12 @@ def test_keys_whose_reading_hangs_time_out_and_the_next_one_is_read() -> None:
     async def ask() -> None:
         store = PostgresStore()
         query, store._query = store._query, b"SELECT pg_sleep(600) WHERE 'x' <> ALL($1) AND cardinality($1) > 1"
-        assert await told_of(store) == {}
+        assert await result_of(store) == {}
         (reader,) = store._idle
-        assert isinstance(await told_of(store, NOBODY | {"1" * 16}), StoreUnavailableError)
+        assert isinstance(await result_of(store, NOBODY | {"1" * 16}), StoreUnavailableError)
         assert (reader.is_closed, store._idle) == (True, [])
         store._query = query
-        assert await told_of(store) == {}
+        assert await result_of(store) == {}
         await store.close()
 
     asyncio.run(ask())
@@ -279,10 +279,10 @@ def test_keys_with_invalid_rows_are_reported_and_delay_no_other() -> None:
     async def ask() -> None:
         store = PostgresStore()
         store._query = b"SELECT 1 WHERE cardinality($1::text[]) > 1"
-        assert await told_of(store) == {}
-        assert isinstance(await told_of(store, NOBODY | {"1" * 16}), IndexError)
+        assert await result_of(store) == {}
+        assert isinstance(await result_of(store, NOBODY | {"1" * 16}), IndexError)
         assert len(store._idle) == 1
-        assert await told_of(store) == {}
+        assert await result_of(store) == {}
         await store.close()
 
     asyncio.run(ask())
@@ -293,11 +293,11 @@ def test_reading_with_unreadable_rows_is_reported_and_ends_its_connection(
 ) -> None:
     async def ask() -> None:
         store = PostgresStore()
-        assert await told_of(store) == {}
+        assert await result_of(store) == {}
         (reader,) = store._idle
         with monkeypatch.context() as patch:
             patch.setattr(reader, "_rows", mock.Mock(side_effect=ZeroDivisionError))
-            assert await told_of(store) == {}, "by another connection"
+            assert await result_of(store) == {}, "by another connection"
         assert reader.is_closed
         assert reader not in store._idle
         await store.close()
@@ -308,12 +308,12 @@ def test_reading_with_unreadable_rows_is_reported_and_ends_its_connection(
 def test_connection_in_use_when_the_store_closes_is_closed_after_its_answer() -> None:
     async def ask() -> None:
         store = PostgresStore()
-        assert await told_of(store) == {}
+        assert await result_of(store) == {}
         (reader,) = store._idle
-        telling = asyncio.create_task(told_of(store))
+        reading = asyncio.create_task(result_of(store))
         await asyncio.sleep(0)
         await store.close()
-        assert await telling == {}
+        assert await reading == {}
         assert (reader.is_closed, store._idle) == (True, [])
 
     asyncio.run(ask())
@@ -334,7 +334,7 @@ def test_keys_are_equal_by_every_way_of_reading_them() -> None:
     async def ask() -> None:
         store = PostgresStore()
         for _ in range(2):
-            assert await told_of(store, ids) == expected == await store.find(KEY, ids)
+            assert await result_of(store, ids) == expected == await store.find(KEY, ids)
         await store.close()
 
     asyncio.run(ask())

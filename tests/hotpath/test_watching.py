@@ -39,7 +39,7 @@ def hanging(goes_on: threading.Event) -> tuple[int, bytes, str]:
     return 200, b'{"status":"ready"}', "application/json"
 
 
-async def told(answer: HttpResponse | Awaitable[HttpResponse]) -> tuple[int, str]:
+async def answered(answer: HttpResponse | Awaitable[HttpResponse]) -> tuple[int, str]:
     """Return the status, and the status in the body."""
     answer = answer if isinstance(answer, HttpResponse) else await answer
     found = json.loads(answer.body)
@@ -72,14 +72,14 @@ def test_watch_that_hangs_times_out_and_delays_no_other(
 
     async def ask() -> None:
         verifier = DatabaseVerifier()
-        waiting = asyncio.ensure_future(told(verifier.handle(b"GET", b"/readyz", [], b"")))
+        waiting = asyncio.ensure_future(answered(verifier.handle(b"GET", b"/readyz", [], b"")))
         await asyncio.sleep(0)
-        assert await told(verifier.handle(b"GET", b"/healthz", [], b"")) == (200, "ok")
-        assert await told(verifier.handle(b"GET", b"/metrics?x=1", [], b"")) == (200, "fine")
+        assert await answered(verifier.handle(b"GET", b"/healthz", [], b"")) == (200, "ok")
+        assert await answered(verifier.handle(b"GET", b"/metrics?x=1", [], b"")) == (200, "fine")
         assert await waiting == (503, "dependency_unavailable")
-        assert await told(verifier.handle(b"GET", b"/readyz", [], b"")) == (503, "dependency_unavailable")
+        assert await answered(verifier.handle(b"GET", b"/readyz", [], b"")) == (503, "dependency_unavailable")
         goes_on.set()
-        while await told(verifier.handle(b"GET", b"/readyz", [], b"")) != (200, "ready"):
+        while await answered(verifier.handle(b"GET", b"/readyz", [], b"")) != (200, "ready"):
             pass
 
     asyncio.run(ask())
@@ -109,7 +109,7 @@ def test_verifier_whose_readiness_hangs_writes_what_it_noted_when_it_stops(
     monkeypatch.setattr(verifier, "_follower", Stopped("follower", stopped))
 
     async def stop() -> None:
-        waiting = asyncio.ensure_future(told(verifier.handle(b"GET", b"/readyz", [], b"")))
+        waiting = asyncio.ensure_future(answered(verifier.handle(b"GET", b"/readyz", [], b"")))
         await asyncio.sleep(0)
         await verifier.stop()
         assert stopped == ["uses", "follower", "refusals"]

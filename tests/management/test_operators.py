@@ -262,8 +262,8 @@ def test_invite_operator_names_the_default_origin_of_its_link(
     if variable is not None:
         monkeypatch.setenv(variable, "https://keys.example")
     run("invite_operator", "new", "--role", "auditor", "--all")
-    told = "KEYVAULT_ORIGIN is not set, so the link is for http://localhost:8000" in capsys.readouterr().err
-    assert told is (variable is None)
+    is_hinted = "KEYVAULT_ORIGIN is not set, so the link is for http://localhost:8000" in capsys.readouterr().err
+    assert is_hinted is (variable is None)
 
 
 def test_invite_operator_beside_a_running_service_links_to_its_port(

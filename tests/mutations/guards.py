@@ -545,7 +545,7 @@ GUARDS = (
         "keyvault/services/operators/operators.py",
         "grant.principal.person == operator.person:",
         "not grant.principal.person:",
-        "Nobody changes their own operator, or approves a change of it.",
+        "No person changes their own operator, or approves a change of it.",
         f"{_OPERATOR_TESTS}::test_change_of_ones_own_operator_is_refused",
     ),
     Guard(
@@ -561,7 +561,7 @@ GUARDS = (
         _OPERATOR_CHANGES,
         "operator = get_operator_of(change)\n    require_another_person(grant, operator)\n",
         "operator = get_operator_of(change)\n",
-        "Nobody approves a change of their own operator, under none of their logins.",
+        "No person approves a change of their own operator, under none of their logins.",
         f"{_OPERATOR_TESTS}::test_change_is_approved_neither_by_its_requester_nor_by_the_person_concerned",
     ),
     Guard(

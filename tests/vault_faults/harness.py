@@ -58,8 +58,8 @@ class VaultHarness:
         self.server, self.folder, self.proxy = server, folder, proxy
         self.clock = Clock(datetime.now(UTC))
         self.layout = Layout()
-        patient = VaultServer(server.address, timeout=(CONNECT_SECONDS, ADMIN_READ_SECONDS))
-        self.admin = open_client(patient, Plaintext(server.root_token))
+        slow_client = VaultServer(server.address, timeout=(CONNECT_SECONDS, ADMIN_READ_SECONDS))
+        self.admin = open_client(slow_client, Plaintext(server.root_token))
         self.restore_access()
         self.make_logins()
         direct = VaultBackend(VaultServer(server.address), lambda name: AppRoleLogin(folder, name), self.layout)

@@ -61,8 +61,8 @@ def test_gateway_without_a_method_or_path_is_misconfigured(header: str, value: s
 
 
 def test_gateway_without_a_host_or_an_address_has_none() -> None:
-    told = {name: NGINX[name] for name in ("X-Original-Method", "X-Original-URI")}
-    assert read_forwarded(NAMES[Dialect.NGINX], told) == Forwarded("POST", "/sandbox/merchants/orders", "", None)
+    headers = {name: NGINX[name] for name in ("X-Original-Method", "X-Original-URI")}
+    assert read_forwarded(NAMES[Dialect.NGINX], headers) == Forwarded("POST", "/sandbox/merchants/orders", "", None)
 
 
 @pytest.mark.parametrize(

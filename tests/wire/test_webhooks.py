@@ -220,10 +220,10 @@ def test_answer_with_any_retry_after_is_judged(status: int, retry_after: str) ->
 def test_attempts_continue_for_about_75_hours() -> None:
     pauses = [next_attempt(attempts, lambda: 0.5) for attempts in range(1, MAX_ATTEMPTS + 1)]
     assert pauses[-1] is None
-    told = [pause for pause in pauses if pause is not None]
-    assert len(told) == MAX_ATTEMPTS - 1
-    assert sum(told, timedelta()) == timedelta(hours=75, minutes=35, seconds=5)
-    assert told == sorted(told)
+    delays = [pause for pause in pauses if pause is not None]
+    assert len(delays) == MAX_ATTEMPTS - 1
+    assert sum(delays, timedelta()) == timedelta(hours=75, minutes=35, seconds=5)
+    assert delays == sorted(delays)
 
 
 @given(st.integers(1, MAX_ATTEMPTS - 1), st.floats(0, 1, exclude_max=True))

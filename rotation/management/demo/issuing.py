@@ -8,9 +8,9 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.management.json_command import call
 from keyvault.models import Credential, IssuanceRequest
 from keyvault.services.issuance.requests import get_request
-from rotation.management.demo import people
+from rotation.management.demo import operators
 from rotation.management.demo.context import DemoContext, DemoError
-from rotation.management.demo.people import MERCHANT, refusal_of
+from rotation.management.demo.operators import MERCHANT, refusal_of
 
 ISSUE_SECONDS = 60
 RATE_FOR_THE_FLEET = 1000
@@ -28,13 +28,15 @@ class Issued:
 def issue_under_four_eyes(context: DemoContext) -> Issued:
     report = context.report
     report.section("Two people, one key")
-    request = people.ask_for_key("tam")
+    request = operators.request_key("tam")
     report.step(f"tam requests a private sandbox key for {MERCHANT}: {request.issuance_request_id} is {request.state}")
-    _must_be_refused(context, "tam approves it himself", lambda: people.approve("tam", request))
-    own = people.ask_for_key("admin")
-    _must_be_refused(context, "admin, who may approve, approves her own request", lambda: people.approve("admin", own))
-    people.withdraw("admin", own)
-    people.approve("approver", request)
+    _must_be_refused(context, "tam approves it himself", lambda: operators.approve("tam", request))
+    own = operators.request_key("admin")
+    _must_be_refused(
+        context, "admin, who may approve, approves her own request", lambda: operators.approve("admin", own)
+    )
+    operators.withdraw("admin", own)
+    operators.approve("approver", request)
     report.step(f"approver approves exactly this request (digest {request.plan_digest[:12]}…), without seeing a key")
     issued = context.until(
         "the worker to issue the key", lambda: _issued(request.issuance_request_id), seconds=ISSUE_SECONDS
@@ -42,10 +44,10 @@ def issue_under_four_eyes(context: DemoContext) -> Issued:
     if issued.key is None:
         raise DemoError(f"{issued.issuance_request_id} is issued and names no key.")
     report.step(f"the worker issues it: key {issued.key.key_id} of credential {issued.key.credential_id}")
-    text = people.collect("tam", issued)
+    text = operators.collect("tam", issued)
     context.secrets.append(text)
     report.step(f"tam collects it, once: {text.reveal()}")
-    _must_be_refused(context, "tam collects it again", lambda: people.collect("tam", _reload(issued)))
+    _must_be_refused(context, "tam collects it again", lambda: operators.collect("tam", _reload(issued)))
     return Issued(issued.key.credential, issued.key.key_id, text)
 
 

@@ -17,7 +17,7 @@ from rotation.domain.states import CLOSED
 from rotation.management.demo.context import DemoContext, DemoError
 from rotation.management.demo.fleet import Backend, Fleet
 from rotation.management.demo.issuing import Issued
-from rotation.management.demo.people import MERCHANT
+from rotation.management.demo.operators import MERCHANT
 from rotation.management.demo.tally import failures_while_good
 
 RATE = 50.0

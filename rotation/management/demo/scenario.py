@@ -23,8 +23,8 @@ from keyvault.services.recording.authorization import authorize
 from keyvault.services.sessions.invitations import prepare_sign_in
 from rotation.domain.events import RotationState as S
 from rotation.management.demo.context import DemoContext, DemoError
-from rotation.management.demo.forgetting import Reinstated, rotate_with_a_forgotten_client
 from rotation.management.demo.issuing import issue_under_four_eyes, verify_as_a_backend
+from rotation.management.demo.overlooked_client import Reinstated, rotate_with_an_overlooked_client
 from rotation.management.demo.report import DemoReport
 from rotation.management.demo.revoking import format_receipt, revoke_immediately
 from rotation.management.demo.rotating import RotationEntry, merchant_fleet, rotate_under_traffic, watch_traffic
@@ -129,7 +129,7 @@ def _live(context: DemoContext) -> tuple[RequestTally, list[RotationEntry], Rein
     with merchant_fleet(context, issued) as fleet:
         watch_traffic(context, fleet)
         replaced = rotate_under_traffic(context, fleet, issued)
-        reinstated = rotate_with_a_forgotten_client(context, fleet, replaced.replacement)
+        reinstated = rotate_with_an_overlooked_client(context, fleet, replaced.replacement)
         revocation, receipt = revoke_immediately(context, fleet, reinstated.replacement)
     return count(fleet.requests, revocation), replaced.entries, reinstated, receipt
 

@@ -36,7 +36,7 @@ from rotation.models import (
     explain_unreadable,
 )
 from rotation.models.standing_approvals import LIVE
-from rotation.services.schedules.marking import mark_scopes
+from rotation.services.schedules.date_marks import mark_scopes
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 _UNREADABLE = "The schedule cannot be read by this release"

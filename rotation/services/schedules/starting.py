@@ -29,8 +29,8 @@ from rotation.domain.states import CLOSED
 from rotation.models import Rotation, RotationSchedule, ScheduleCheck, ScheduledCredential, ScheduleSweep
 from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules.candidates import BATCH, Candidate, find_candidates, overrides_for
+from rotation.services.schedules.date_marks import add_missing, mark_scopes
 from rotation.services.schedules.expiries import announce_expiries
-from rotation.services.schedules.marking import add_missing, mark_scopes
 from rotation.services.schedules.schedules import find_alarm_account, find_unreadable, scope_of
 from rotation.services.schedules.standing_approvals import find_standing_approval
 

@@ -14,6 +14,7 @@ from tests.environment import ROOT
     [
         ("rotation.requested", "operator:tam", "Rotation requested by tam"),
         ("key.stored", "system:worker", "Key written to the secret backend by worker"),
+        ("journal.loss_accepted", "host", "Loss of the revocation log accepted by host"),
         ("merchant.offboarding_began", "host", "Merchant offboarding began by host"),
     ],
 )

@@ -102,7 +102,7 @@ def test_operator_changed_meanwhile_is_shown_again(desk: Desk) -> None:
 
 
 def test_operator_does_not_change_their_own(desk: Desk) -> None:
-    """Nobody changes their own roles, resets their own factors or disables themselves, under none of their logins."""
+    """No person changes their own roles, resets their own factors or disables themselves, with any login."""
     make_operator("admin-too", Role.AUDITOR, person=desk.admin.person)
     client = browser(desk.admin)
     for username in ("admin", "admin-too"):

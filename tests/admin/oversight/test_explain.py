@@ -49,7 +49,7 @@ def test_explain_by_request_id_shows_the_refusal_rule_by_rule(desk: Desk) -> Non
         key=text.reveal(), environment=SANDBOX, endpoint=NoMatchingEndpoint(), client_address="192.0.2.7"
     )
     log = RefusalLog()
-    place = {"door": "verify", "environment": SANDBOX, "endpoint": "", "source": "192.0.2.7"}
+    place = {"entry_point": "verify", "environment": SANDBOX, "endpoint": "", "source": "192.0.2.7"}
     log.note(judge_presented(presented, now()), request_id="Q" * 22, at=now(), **place)  # type: ignore[arg-type]  # a mixed dict
     log.flush()
     page = looked_up(desk, f" {'Q' * 22} ")

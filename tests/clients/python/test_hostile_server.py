@@ -170,7 +170,7 @@ def test_hostile_decision_cut_at_every_byte_is_a_refusal(mode: str) -> None:
 
 
 def drip(server: ScriptedServer, text: bytes) -> Handler:
-    """Send a byte from time to time, for ever."""
+    """Send a byte from time to time, without end."""
 
     def answer(connection: socket.socket, request: ReceivedRequest) -> None:
         while not server.stopped.wait(0.02):

@@ -643,7 +643,7 @@ def test_engine_miss_with_a_concurrent_change_uses_its_own_reading_and_is_not_ca
         clock, store = Clock(), HeldStore()
         primed = prime_by(clock)
         frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
-        for text, told in expected.items():
+        for text, verdict in expected.items():
             store.holds = False
             primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
             await answered(frontend.answer(b"POST", VERIFY.encode(), *sent(stage, known.reveal())))
@@ -654,7 +654,7 @@ def test_engine_miss_with_a_concurrent_change_uses_its_own_reading_and_is_not_ca
             await until(lambda: bool(store.readings))
             MEANWHILE[change](primed, stage)
             store.readings[0][2].set()
-            assert decision(await question) == told
+            assert decision(await question) == verdict
             assert [(kind, len(ids)) for kind, ids, _ in store.readings] == [(KEY, 1)]
             memory = primed.engine.memory
             assert text[11:27] not in memory.keys.by_id
@@ -726,12 +726,12 @@ def test_engine_abandoned_request_for_a_missed_key_spends_and_notes_nothing(stag
     async def run() -> None:
         primed, store, frontend = at_work(stage)
         store.holds = True
-        late, patient = asks(frontend, stage, other), asks(frontend, stage, issued)
+        late, waiting = asks(frontend, stage, other), asks(frontend, stage, issued)
         await until(lambda: len(store.readings) == 1)
         late.cancel()
         ((_, ids, released),) = store.readings
         released.set()
-        assert decision(await patient) == ALLOWED
+        assert decision(await waiting) == ALLOWED
         assert len(ids) == 2
         (use,), _ = primed.engine.take_uses()
         assert use[0] == issued.split("_")[-1][:16]

@@ -62,16 +62,16 @@ def ask(frontend: FakeFrontend, stream: object, **named: Any) -> tuple[str, dict
         "wsgi.input": stream,
         **named,
     }
-    told: list[tuple[str, dict[str, str]]] = []
+    starts: list[tuple[str, dict[str, str]]] = []
 
     def start_response(status: str, headers: list[tuple[str, str]], exc_info: object = None) -> Any:
-        told.append((status, dict(headers)))
+        starts.append((status, dict(headers)))
 
     def behind(environ: object, start_response: object) -> Iterable[bytes]:
         raise AssertionError("it is asked for here")
 
     content = b"".join(mounted(behind, frontend, lambda host: True)(environ, start_response))
-    ((status, headers),) = told
+    ((status, headers),) = starts
     return status, headers, content
 
 

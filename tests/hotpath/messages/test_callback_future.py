@@ -10,26 +10,26 @@ ANSWER = HttpResponse(200, b"{}", "req")
 
 
 def test_future_notifies_each_waiter_immediately_and_once() -> None:
-    later, told = CallbackFuture(), list[HttpResponse]()
-    later.add_done_callback(lambda done: told.append(done.result()))
+    later, results = CallbackFuture(), list[HttpResponse]()
+    later.add_done_callback(lambda done: results.append(done.result()))
     later.set_result(ANSWER)
-    assert told == [ANSWER]
+    assert results == [ANSWER]
     later.set_result(HttpResponse(200, b"another", "req"))
     later.cancel()
-    assert (told, later.result(), later.cancelled()) == ([ANSWER], ANSWER, False)
-    later.add_done_callback(lambda done: told.append(done.result()))
-    assert told == [ANSWER, ANSWER], "a late callback runs immediately"
+    assert (results, later.result(), later.cancelled()) == ([ANSWER], ANSWER, False)
+    later.add_done_callback(lambda done: results.append(done.result()))
+    assert results == [ANSWER, ANSWER], "a late callback runs immediately"
 
 
 def test_abandoned_future_takes_no_answer() -> None:
-    later, told = CallbackFuture(), list[bool]()
-    later.add_done_callback(lambda done: told.append(done.cancelled()))
+    later, results = CallbackFuture(), list[bool]()
+    later.add_done_callback(lambda done: results.append(done.cancelled()))
     assert not later.done()
     with pytest.raises(asyncio.InvalidStateError):
         later.result()
     later.cancel()
     later.set_result(ANSWER)
-    assert (told, later.done()) == ([True], True)
+    assert (results, later.done()) == ([True], True)
     with pytest.raises(asyncio.CancelledError):
         later.result()
 
@@ -62,13 +62,13 @@ def test_future_whose_only_waiter_was_cancelled_is_abandoned() -> None:
 
 
 def test_future_waiter_that_raises_delays_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    later, told = CallbackFuture(), list[HttpResponse]()
+    later, results = CallbackFuture(), list[HttpResponse]()
 
     def fail(done: CallbackFuture) -> None:
         raise ZeroDivisionError
 
     later.add_done_callback(fail)
-    later.add_done_callback(lambda done: told.append(done.result()))
+    later.add_done_callback(lambda done: results.append(done.result()))
     later.set_result(ANSWER)
-    assert told == [ANSWER]
+    assert results == [ANSWER]
     assert [record.message for record in caplog.records if record.exc_info] == ["a response callback failed"]

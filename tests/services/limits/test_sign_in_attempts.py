@@ -104,7 +104,7 @@ def test_attempts_in_redis_expire_with_the_lock(redis_url: str) -> None:
 
 
 def test_attempts_in_process_that_lock_again_within_a_week_are_locked_for_longer() -> None:
-    """Each lock doubles, up to a day, so that a patient attacker gets few guesses. A quiet week ends that."""
+    """Each lock doubles, up to a day, so that a persistent attacker gets few guesses. A quiet week ends that."""
     clock = MonotonicClock(0.0)
     store = LocalAttempts(clock)
     hours = []

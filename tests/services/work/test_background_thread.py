@@ -182,43 +182,43 @@ def test_failure_that_ends_the_process_is_not_caught() -> None:
         raise SystemExit
 
 
-def _tell_child(writer: Writer, told: "multiprocessing.queues.Queue[tuple[object, ...]]") -> None:
+def _report_from_child(writer: Writer, reports: "multiprocessing.queues.Queue[tuple[object, ...]]") -> None:
     inherited = (writer._thread, writer.pending, writer._stop.is_set(), writer._starting.locked())
     writer.start()
-    told.put((*inherited, len(running())))
+    reports.put((*inherited, len(running())))
 
 
 def test_background_thread_in_a_forked_child_is_forgotten_and_started_anew(writer: Writer) -> None:
     """A lock that the parent's thread holds is never released there, and the parent writes its own pending data."""
-    told: multiprocessing.queues.Queue[tuple[object, ...]] = FORK.Queue()
+    reports: multiprocessing.queues.Queue[tuple[object, ...]] = FORK.Queue()
     forget_at_fork(writer)
     writer.start()
     writer.pending.append("the parent's")
     thread = writer._thread
-    child = FORK.Process(target=_tell_child, args=(writer, told))
+    child = FORK.Process(target=_report_from_child, args=(writer, reports))
     with writer._starting:
         child.start()
-    assert told.get(timeout=TIMEOUT_SECONDS) == (None, [], False, False, 1)
+    assert reports.get(timeout=TIMEOUT_SECONDS) == (None, [], False, False, 1)
     child.join(TIMEOUT_SECONDS)
     assert (writer._thread, writer.pending) == (thread, ["the parent's"])
 
 
-def _end_child(told: "multiprocessing.queues.Queue[str]") -> None:
+def _end_child(reports: "multiprocessing.queues.Queue[str]") -> None:
     class Teller(Writer):
         def _finish(self) -> None:
-            told.put("finished")
-            told.close()
-            told.join_thread()
+            reports.put("finished")
+            reports.close()
+            reports.join_thread()
 
     Teller().start()
 
 
 def test_background_thread_of_a_forked_process_finishes_when_it_ends() -> None:
     """Granian's workers are such processes; atexit does not run there."""
-    told: multiprocessing.queues.Queue[str] = FORK.Queue()
-    child = FORK.Process(target=_end_child, args=(told,))
+    reports: multiprocessing.queues.Queue[str] = FORK.Queue()
+    child = FORK.Process(target=_end_child, args=(reports,))
     child.start()
-    assert told.get(timeout=TIMEOUT_SECONDS) == "finished"
+    assert reports.get(timeout=TIMEOUT_SECONDS) == "finished"
     child.join(TIMEOUT_SECONDS)
     assert child.exitcode == 0
 
@@ -232,20 +232,20 @@ def test_state_that_nobody_holds_is_not_kept_for_a_fork() -> None:
     assert len(background_thread._states) < before
 
 
-def _end_child_with_two(told: "multiprocessing.queues.Queue[bool]") -> None:
+def _end_child_with_two(reports: "multiprocessing.queues.Queue[bool]") -> None:
     requests = (threading.Event(), threading.Event())
 
     class Teller(Writer):
         def request_stop(self) -> None:
             Writer.request_stop(self)
-            requests[tellers.index(self)].set()
+            requests[reporters.index(self)].set()
 
         def _finish(self) -> None:
-            told.put(threads[tellers.index(self)].is_alive())
+            reports.put(threads[reporters.index(self)].is_alive())
 
-    tellers = [Teller(), Teller()]
+    reporters = [Teller(), Teller()]
     threads: list[threading.Thread] = []
-    for teller, request_of_other in zip(tellers, requests[::-1], strict=True):
+    for teller, request_of_other in zip(reporters, requests[::-1], strict=True):
         begun = threading.Event()
 
         def work(begun: threading.Event = begun, request: threading.Event = request_of_other) -> None:
@@ -262,9 +262,9 @@ def _end_child_with_two(told: "multiprocessing.queues.Queue[bool]") -> None:
 def test_background_threads_are_all_told_to_stop_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: their last rounds run at the same time, so that a process ends within its supervisor's timeout."""
     monkeypatch.setattr(background_thread, "JOIN_SECONDS", TIMEOUT_SECONDS / 2)
-    told: multiprocessing.queues.Queue[bool] = FORK.Queue()
-    child = FORK.Process(target=_end_child_with_two, args=(told,))
+    reports: multiprocessing.queues.Queue[bool] = FORK.Queue()
+    child = FORK.Process(target=_end_child_with_two, args=(reports,))
     child.start()
-    assert [told.get(timeout=TIMEOUT_SECONDS) for _ in range(2)] == [False, False]
+    assert [reports.get(timeout=TIMEOUT_SECONDS) for _ in range(2)] == [False, False]
     child.join(TIMEOUT_SECONDS)
     assert child.exitcode == 0

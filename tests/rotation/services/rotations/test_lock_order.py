@@ -14,7 +14,7 @@ from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Rotation, ScheduledCredential
 from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import request_rotation
-from rotation.services.schedules.marking import mark_credentials
+from rotation.services.schedules.date_marks import mark_credentials
 from tests.factories import now
 from tests.rotation import scene
 from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked

@@ -95,10 +95,10 @@ class Fleet:
             advance_rotation(self.rotation_id, self.clock)
             self._states.clear()
 
-    def begin(self, **wish: object) -> Rotation:
+    def begin(self, **fields: object) -> Rotation:
         """Request the rotation, have it approved, and deliver the replacement."""
         place, now = self.credential.account, self.clock()
-        overrides = PlanOverrides(**wish)  # type: ignore[arg-type]  # the test's own values
+        overrides = PlanOverrides(**fields)  # type: ignore[arg-type]  # the test's own values
         rotation = request_rotation(
             authorize(scene.tam(), P.ROTATIONS_WRITE, place, now=now), self.credential, overrides
         )

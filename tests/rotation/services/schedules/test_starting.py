@@ -30,7 +30,7 @@ from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules import starting
 from rotation.services.schedules.candidates import find_candidates
-from rotation.services.schedules.marking import mark_credentials
+from rotation.services.schedules.date_marks import mark_credentials
 from rotation.services.schedules.schedules import disable_schedule, enable_schedule, place_of
 from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock

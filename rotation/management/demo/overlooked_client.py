@@ -26,7 +26,7 @@ PAUSE_SECONDS = 0.5
 
 
 @dataclass(slots=True)
-class ForgottenClient:
+class OverlookedClient:
     """A merchant's job that does not know of the rotation. `refusals`: how often it was refused."""
 
     context: DemoContext
@@ -57,7 +57,7 @@ class ForgottenClient:
 class Reinstated:
     """The replacement that every client uses in the end.
 
-    `refusals`: how often the forgotten client was refused; `counted`: the attempts that the quarantine counted.
+    `refusals`: how often the overlooked client was refused; `counted`: the attempts that the quarantine counted.
     """
 
     replacement: Issued
@@ -65,10 +65,10 @@ class Reinstated:
     counted: int
 
 
-def rotate_with_a_forgotten_client(context: DemoContext, fleet: Fleet, used: Issued) -> Reinstated:
+def rotate_with_an_overlooked_client(context: DemoContext, fleet: Fleet, used: Issued) -> Reinstated:
     report = context.report
     report.section("An overlooked client")
-    job = ForgottenClient(context, used)
+    job = OverlookedClient(context, used)
     if not job.call():
         raise DemoError(f"{NAME} was refused before the rotation.")
     report.step(f"{NAME} ({CLIENT_IP}) calls occasionally with {used.key_id} and does not know of rotations")
@@ -96,7 +96,7 @@ def rotate_with_a_forgotten_client(context: DemoContext, fleet: Fleet, used: Iss
     return Reinstated(job.key, job.refusals, counted)
 
 
-def _trip(context: DemoContext, job: ForgottenClient, rotation_id: str) -> None:
+def _trip(context: DemoContext, job: OverlookedClient, rotation_id: str) -> None:
     """Call once more in the quarantine, and again until the key is reinstated."""
     report, old = context.report, job.key
     if job.call():
@@ -131,7 +131,7 @@ def _counted(shown: dict[str, Any]) -> int:
     return sum(user["count"] for user in shown["predecessor_users"] if user["outcome"] == "refused")
 
 
-def _require_no_others(fleet: Fleet, job: ForgottenClient, counted: int) -> None:
+def _require_no_others(fleet: Fleet, job: OverlookedClient, counted: int) -> None:
     failures = failures_while_good(list(fleet.requests))
     if failures:
         raise DemoError(f"A backend with a valid key was refused: {failures[0]}")

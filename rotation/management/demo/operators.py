@@ -19,7 +19,7 @@ from keyvault.services.recording.authorization import authorize, find_host_user
 MERCHANT = "acme"
 
 
-def ask_for_key(username: str) -> IssuanceRequest:
+def request_key(username: str) -> IssuanceRequest:
     """Request a private sandbox key for the merchant, delivered to the secret backend."""
     account = find_account(MERCHANT, Environment.SANDBOX)
     return requests.request_issuance(
