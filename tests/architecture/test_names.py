@@ -66,7 +66,7 @@ ISO_FORMATS: dict[str, str] = {
     "rotation/admin/schedule_calendar.py": "the cursor of a day, and a day",
     "rotation/admin/schedule_forms.py": "the input of a parser",
 }
-"""The files that may format a time without `format_timestamp`, whose texts nobody reads or must stay as they are."""
+"""The files that may format a time without `format_timestamp`, whose texts stay inside or must not change."""
 
 VERB_AND_NOUN = re.compile(
     r"(?:abort|accept|add|approve|bootstrap|check|collect|confirm|create|disable|end|export|extend|hold|invite|issue|list"

@@ -140,7 +140,9 @@ UNTIL = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
 
 def test_log_line_has_time_level_logger_message_and_extras(log: Log) -> None:
-    log.logger.warning("moved to %s", "staged", extra={"rotation_id": "rot_1", "count": 3, "until": UNTIL, "nothing": None})
+    log.logger.warning(
+        "moved to %s", "staged", extra={"rotation_id": "rot_1", "count": 3, "until": UNTIL, "nothing": None}
+    )
     line = log.read()
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("at"))
     assert line == {
