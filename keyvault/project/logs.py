@@ -5,6 +5,7 @@ import logging
 from datetime import UTC, datetime
 
 from keyvault.domain.redaction import redact
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.project.log_events import find_event
 from keyvault.wire.trace_context import current_trace_id
 
@@ -19,13 +20,13 @@ class RedactedJSONFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "at": format_timestamp(datetime.fromtimestamp(record.created, UTC), "milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             **({"event": event} if (event := find_event(record.msg)) else {}),
             "message": _message(record),
             **({"trace_id": trace_id} if (trace_id := current_trace_id()) else {}),
-            **{name: str(value) for name, value in vars(record).items() if name not in _STANDARD},
+            **{name: _text(value) for name, value in vars(record).items() if name not in _STANDARD},
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -33,6 +34,10 @@ class RedactedJSONFormatter(logging.Formatter):
             line["stack"] = record.stack_info
         # Redact before the JSON escapes too: a quote inside a header would read differently afterwards.
         return redact(json.dumps({name: redact(text) for name, text in line.items()}))
+
+
+def _text(value: object) -> str:
+    return format_timestamp(value) if isinstance(value, datetime) else str(value)
 
 
 def _message(record: logging.LogRecord) -> str:

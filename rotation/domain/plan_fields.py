@@ -202,7 +202,7 @@ def find_far_fault(at: datetime, now: datetime) -> str | None:
     """Return why nothing can be computed from a time that is too far away; None: it is near enough."""
     if now - FARTHEST <= at <= now + FARTHEST:
         return None
-    return f"{at.isoformat().replace('+00:00', 'Z')} is too far away. Use a time in the next {FARTHEST.days} days."
+    return f"{format_timestamp(at)} is too far away. Use a time in the next {FARTHEST.days} days."
 
 
 def _plan(type_: FieldType, **columns: Any) -> dict[str, PlanField]:

@@ -53,6 +53,21 @@ REVEALS: dict[str, str] = {
 }
 """The files that may turn a plaintext into text, each with its reason; a new one asks for a review."""
 
+ISO_FORMATS: dict[str, str] = {
+    "keyvault/admin/framework/keyset.py": "the cursor of a list",
+    "keyvault/admin/oversight/audit.py": "the query of a link to older entries",
+    "keyvault/domain/audit.py": "an audit entry, which the hash chain covers",
+    "keyvault/domain/checkpoints.py": "a checkpoint, which its signature covers",
+    "keyvault/domain/revocation_log.py": "a line of the revocation log, which its checksum covers",
+    "keyvault/domain/timestamps.py": "the one text form",
+    "keyvault/services/alarm_messages.py": "the internal name of a reminder",
+    "keyvault/services/audit/checkpoint_marks.py": "a label in the secret backend, as earlier releases wrote it",
+    "keyvault/services/usage/recorder.py": "parameters of a query",
+    "rotation/admin/schedule_calendar.py": "the cursor of a day, and a day",
+    "rotation/admin/schedule_forms.py": "the input of a parser",
+}
+"""The files that may format a time without `format_timestamp`, whose texts stay inside or must not change."""
+
 VERB_AND_NOUN = re.compile(
     r"(?:abort|accept|add|approve|bootstrap|check|collect|confirm|create|disable|end|export|extend|hold|invite|issue|list"
     r"|offboard|pause|reconcile|reissue|reject|release|remove|replay|report|request|reset|resume|retire|review|revoke"
@@ -73,6 +88,12 @@ SHARED_WITH_THE_CLIENT = {
     "Verifier": "public: it asks the service. The model has the processes that verify",
 }
 """Names of two classes, one of them in the Python client. Any other shared name is an accident."""
+
+
+def test_names_a_time_has_one_text_form() -> None:
+    """Guarantee: times in responses, log lines, audit details, messages and pages are RFC 3339 with `Z`."""
+    found = {relative(path) for path in python_files(*CODE) if ".isoformat(" in path.read_text()}
+    assert found == set(ISO_FORMATS)
 
 
 def test_names_a_command_is_a_verb_and_a_noun() -> None:

@@ -3,7 +3,9 @@
 import io
 import json
 import logging
+import re
 from collections.abc import Callable
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,16 +136,22 @@ def test_log_line_of_a_plaintext_is_its_mask(log: Log) -> None:
     assert line["it"] == "***"
 
 
+UNTIL = datetime(2026, 11, 21, 12, tzinfo=UTC)
+
+
 def test_log_line_has_time_level_logger_message_and_extras(log: Log) -> None:
-    log.logger.warning("moved to %s", "staged", extra={"rotation_id": "rot_1", "count": 3, "nothing": None})
+    log.logger.warning(
+        "moved to %s", "staged", extra={"rotation_id": "rot_1", "count": 3, "until": UNTIL, "nothing": None}
+    )
     line = log.read()
-    assert line.pop("at").endswith("+00:00")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("at"))
     assert line == {
         "level": "WARNING",
         "logger": "tests.log_lines",
         "message": "moved to staged",
         "rotation_id": "rot_1",
         "count": "3",
+        "until": "2026-11-21T12:00:00Z",
         "nothing": "None",
     }
 

@@ -9,6 +9,8 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.timezone import now as django_now
 
+from keyvault.domain.timestamps import format_timestamp
+
 NOTHING = "none"
 
 
@@ -150,7 +152,7 @@ def moment(at: datetime | None, *, missing: str = NOTHING) -> SafeString:
     if at is None:
         return format_html('<span class="quiet">{}</span>', missing)
     exact = f"{at:%Y-%m-%d %H:%M:%S} UTC"
-    return format_html('<time datetime="{}" title="{}">{}</time>', at.isoformat(), exact, _distance(at))
+    return format_html('<time datetime="{}" title="{}">{}</time>', format_timestamp(at), exact, _distance(at))
 
 
 def identifier(text: object) -> SafeString:

@@ -9,6 +9,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, moment, mono
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key
 from keyvault.services.change_feed.receipts import Receipt, VerifierProgress, VerifierReceipt, find_receipt
 from keyvault.services.keys.lifecycle import last_sequence
@@ -105,4 +106,4 @@ def _format_milliseconds(at: datetime | None) -> SafeString:
     if at is None:
         return format_html('<span class="quiet">{}</span>', "not yet")
     text = f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03}"
-    return format_html('<time datetime="{}" title="{} UTC">{}</time>', at.isoformat(), text, text)
+    return format_html('<time datetime="{}" title="{} UTC">{}</time>', format_timestamp(at), text, text)

@@ -43,6 +43,7 @@ from keyvault.admin.framework.widgets import (
 )
 from keyvault.domain.ids import is_key_id
 from keyvault.domain.notifications import NoticeKind
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account, Notice
 from keyvault.services.approvals.inbox import list_notices, list_unseen, mark_all_seen, mark_seen
 
@@ -94,7 +95,7 @@ class NoticeAdmin(ConsoleModelAdmin):
             _all_seen,
             "Marks every alarm that existed when this page was opened, under your name.",
             "Mark all as seen",
-            preset=lambda query: {"until": datetime.now(UTC).isoformat()},
+            preset=lambda query: {"until": format_timestamp(datetime.now(UTC))},
             is_of_installation=True,
         ),
     )

@@ -15,6 +15,7 @@ from keyvault.access.permissions import Permission
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Operator
 from keyvault.services.operators.operators import choose_password, is_single_sign_on, swap_operator
 from keyvault.services.recording.authorization import authorize, operator_principal
@@ -59,7 +60,7 @@ def invite(grant: Grant, operator: Operator) -> Plaintext:
         raise StateConflictError(f"Operator {operator.username} has a second factor. Reset its second factors first.")
     token = Plaintext(secrets.token_urlsafe(_TOKEN_BYTES))
     expires_at = grant.at + INVITATION_LIFETIME
-    until = expires_at.isoformat(timespec="seconds")
+    until = format_timestamp(expires_at, "seconds")
     with recorded(
         grant, Permission.OPERATORS_ENROLL, "operator.invited", username=operator.username, expires_at=until
     ) as record:

@@ -15,6 +15,7 @@ from django.db import DatabaseError
 from keyvault.access.limits import SIGN_IN_FAILURES, SIGN_IN_LOCK_SECONDS
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import CONSOLE
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.usage.recorder import usage_log
@@ -153,7 +154,7 @@ def _write(pair: _Pair, count: _Count) -> None:
         address=address,
         count=count.refused,
         locked=count.locked,
-        since=count.since.isoformat(timespec="seconds"),
+        since=format_timestamp(count.since, "seconds"),
         **details,
     ):
         pass
@@ -169,7 +170,7 @@ def _write_other_locks(locks: _OtherLocks) -> None:
         count=locks.count,
         failures=SIGN_IN_FAILURES,
         seconds=SIGN_IN_LOCK_SECONDS,
-        since=locks.since.isoformat(timespec="seconds"),
+        since=format_timestamp(locks.since, "seconds"),
     ):
         pass
 

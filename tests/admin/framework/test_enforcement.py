@@ -1,6 +1,6 @@
 """Page access: every address of the console, for every role, by GET and by POST."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from datetime import timedelta
 from typing import Any, cast
@@ -36,11 +36,13 @@ from keyvault.models import (
     UseBucket,
 )
 from keyvault.models.recording import collect_subjects
+from keyvault.services.audit.signers import audit_signer
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.lifecycle import last_sequence
 from keyvault.services.keys.recipient_keys import set_recipient_key
 from keyvault.services.limits.overrides import set_endpoint_limit
 from keyvault.services.operator_changes import request_factor_reset
+from keyvault.services.peppers.ring import list_served_sets
 from keyvault.services.secrets.provider_connections import set_connection
 from keyvault.services.webhooks.endpoints import add_endpoint as add_webhook
 from keyvault.services.webhooks.endpoints import send_test
@@ -52,6 +54,7 @@ from rotation.services.rotations.requests import request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_calendar, save_schedule
 from rotation.services.schedules.standing_approvals import request_standing_approval
 from tests.admin.desk import Desk, browser, make_endpoint, make_refusal, with_password
+from tests.admin.framework.golden_access import require_column
 from tests.factories import (
     PRODUCTION,
     SANDBOX,
@@ -327,6 +330,9 @@ def every_row(desk: Desk) -> dict[str, Model]:
 
 def every_address(desk: Desk) -> list[tuple[str, str]]:
     rows = every_row(desk)
+    for scope in list_served_sets():
+        # The keystore is that of the whole run: another test may have made these keys, or none.
+        audit_signer().sign(scope, b"")
     found = []
     for name, path in patterns(admin.site.get_urls()):
         path = path.replace("(?P<url>.*)$", "no/such/page/")
@@ -338,16 +344,26 @@ def every_address(desk: Desk) -> list[tuple[str, str]]:
     return found
 
 
-def statuses(client: Client, path: str) -> dict[str, int]:
-    """Return the status for each method, each from the same initial state."""
-    answers = {}
-    for method in ("get", "post"):
+def answers(client: Client, path: str, methods: Sequence[str] = ("get", "post")) -> dict[str, Any]:
+    """Return the response for each method, each from the same initial state."""
+    found = {}
+    for method in methods:
         # No transaction around it: revocations refuse to run inside another transaction.
         before, cookies = transaction.savepoint(), deepcopy(client.cookies)
-        answers[method] = getattr(client, method)(path).status_code
+        found[method] = getattr(client, method)(path)
         transaction.savepoint_rollback(before)
         client.cookies = cookies
-    return answers
+    return found
+
+
+def statuses(client: Client, path: str, methods: Sequence[str] = ("get", "post")) -> dict[str, int]:
+    """Return the status for each method, each from the same initial state."""
+    return {method: answer.status_code for method, answer in answers(client, path, methods).items()}
+
+
+def as_cell(found: Mapping[str, int]) -> str:
+    """Return the statuses as the golden table has them."""
+    return "/".join(map(str, found.values()))
 
 
 def test_enforcement_every_address_is_in_the_matrix() -> None:
@@ -364,16 +380,19 @@ def test_enforcement_every_address_is_in_the_matrix() -> None:
 def test_enforcement_role_opens_exactly_its_pages(desk: Desk, role: Role) -> None:
     """A page opens only by a permission of the role, for reading and for acting, and never with a 500."""
     client = browser(make_operator("somebody", role))
-    wrong = []
+    wrong, cells = [], {}
     for name, path in every_address(desk):
+        found = statuses(client, path)
+        cells[name] = as_cell(found)
         if name in OPEN | {"everything else"}:
             continue
         may = bool(MATRIX[name] & ROLE_PERMISSIONS[role])
-        for method, status in statuses(client, path).items():
+        for method, status in found.items():
             fits = status in ({200, 302, 400, 405, 409} if may else {REFUSED})
             if not fits or (status == TO_LOGIN and method == "get"):
                 wrong.append((name, method, status, "may" if may else "may not"))
     assert wrong == []
+    require_column(role, cells)
 
 
 def test_enforcement_operator_without_role_opens_nothing(desk: Desk) -> None:
@@ -390,25 +409,26 @@ def test_enforcement_operator_without_role_opens_nothing(desk: Desk) -> None:
 
 def test_enforcement_anonymous_user_is_redirected_to_login(desk: Desk) -> None:
     """An anonymous user sees nothing of the console."""
-    client = Client()
+    client, cells = Client(), {}
     for name, path in every_address(desk):
-        if name not in OPEN:
-            with transaction.atomic():
-                for response in (client.get(path), client.post(path)):
-                    assert response.status_code == TO_LOGIN, name
-                    assert response["Location"].startswith(("/admin/login/", "/admin/")), name
-                transaction.set_rollback(True)
+        found = answers(client, path)
+        cells[name] = as_cell({method: response.status_code for method, response in found.items()})
+        for response in found.values() if name not in OPEN else ():
+            assert response.status_code == TO_LOGIN, name
+            assert response["Location"].startswith("/admin/login/"), name
+    require_column("no_session", cells)
 
 
 def test_enforcement_password_alone_opens_nothing(desk: Desk) -> None:
     """A stolen password without the second factor opens no page, not even that of an operator with every role."""
-    client = with_password(make_operator("somebody", *Role))
+    client, cells = with_password(make_operator("somebody", *Role)), {}
     for name, path in every_address(desk):
-        if name not in OPEN:
-            for method in (client.get, client.post):
-                response = method(path)
-                assert response.status_code == TO_LOGIN, name
-                assert response["Location"].startswith("/admin/second-factor/?next="), name
+        found = answers(client, path)
+        cells[name] = as_cell({method: response.status_code for method, response in found.items()})
+        for response in found.values() if name not in OPEN else ():
+            assert response.status_code == TO_LOGIN, name
+            assert response["Location"].startswith("/admin/second-factor/?next="), name
+    require_column("password", cells)
 
 
 def test_enforcement_view_that_is_not_marked_is_closed(rf: RequestFactory) -> None:

@@ -19,11 +19,20 @@ from keyvault.models import IssuanceRequest, Key, Notice, Operator, ServiceToken
 from keyvault.services.operators.operators import set_scope
 from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import PlanOverrides
-from rotation.models import Campaign, RotationSchedule
+from rotation.models import Campaign, Rotation, RotationSchedule
 from rotation.services.campaigns.campaigns import request_campaign
 from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_schedule
 from tests.admin.desk import Desk, address, browser, hidden, text_of
-from tests.admin.framework.test_enforcement import OPEN, every_address, every_row, patterns, statuses
+from tests.admin.framework.golden_access import golden_status, require_column
+from tests.admin.framework.test_enforcement import (
+    OPEN,
+    answers,
+    as_cell,
+    every_address,
+    every_row,
+    patterns,
+    statuses,
+)
 from tests.factories import (
     PRODUCTION,
     SANDBOX,
@@ -41,6 +50,14 @@ GLOBEX = AccessScope(frozenset({"globex"}))
 GLOBEX_SANDBOX = AccessScope(frozenset({"globex"}), frozenset({SANDBOX}))
 ACME_SANDBOX = AccessScope(frozenset({"acme"}), frozenset({SANDBOX}))
 ALL_SANDBOX = AccessScope(environments=frozenset({SANDBOX}))
+NAMES = {
+    GLOBEX: "globex",
+    GLOBEX_SANDBOX: "globex/sandbox",
+    ACME_SANDBOX: "acme/sandbox",
+    ALL_SANDBOX: "sandbox",
+    NOWHERE: "nowhere",
+}
+"""Columns of the golden table."""
 
 SHARED = {"keyvault_catalogendpoint", "rotation_blackoutcalendar", "keyvault_limitoverride"}
 """Rows of `every_row` that concern no merchant and that every operator may read."""
@@ -82,16 +99,17 @@ def test_scope_of_another_merchant_finds_no_object(desk: Desk, scope: AccessScop
     make_merchant("globex")
     addresses = every_address(desk)
     client = browser(limited(scope))
-    wrong = []
+    wrong, cells, pages = [], {}, dict(list_pages())
     for name, path in addresses:
+        found = statuses(client, path)
+        cells[name] = as_cell(found)
         noun = "_".join(name.split("_")[:2])
-        others = OPEN | OWN | {"logout", "environment", "everything else"}
-        if (name, path) in set(list_pages()) or noun in SHARED or name in others:
+        if name in pages or noun in SHARED or name in OPEN | OWN | {"environment", "everything else"}:
             continue
-        answers = statuses(client, path)
-        if answers["get"] != 404 or answers["post"] not in {404, 405}:
-            wrong.append((name, answers))
+        if found["get"] != 404 or found["post"] not in {404, 405}:
+            wrong.append((name, found))
     assert wrong == []
+    require_column(NAMES[scope], cells)
 
 
 @pytest.mark.postgres_once
@@ -108,7 +126,7 @@ def test_scope_of_another_merchant_shows_no_id_of_it(desk: Desk, scope: AccessSc
     client = browser(limited(scope))
     for name, path in list_pages():
         answer = client.get(path)
-        assert answer.status_code in {200, 403}, name
+        assert answer.status_code == golden_status(NAMES[scope], name), name
         text = text_of(answer)
         assert [each for each in foreign if each in text] == [], name
     for model, registered in admin.site._registry.items():
@@ -121,18 +139,31 @@ def test_scope_of_another_merchant_shows_no_id_of_it(desk: Desk, scope: AccessSc
             assert shown_rows & others[model] == set(), (model, query)
 
 
+def test_scope_nowhere_opens_what_concerns_nobody(desk: Desk) -> None:
+    """Guarantee: an operator of single sign-on without a scope finds no object, whatever its roles."""
+    addresses = every_address(desk)
+    client = browser(limited(NOWHERE))
+    require_column("nowhere", {name: as_cell(statuses(client, path, ["get"])) for name, path in addresses})
+
+
 @pytest.mark.parametrize("scope", [ACME_SANDBOX, ALL_SANDBOX])
 def test_scope_in_one_environment_finds_nothing_of_the_other(desk: Desk, scope: AccessScope) -> None:
-    rows = every_row(desk)
+    addresses = every_address(desk)
     client = browser(limited(scope))
-    seen = {label for label, row in rows.items() if client.get(address(f"{label}_change", row.pk)).status_code == 200}
+    foreign = {str(key.pk) for key in Key.objects.filter(credential__account__environment=PRODUCTION)}
+    foreign |= ids_of({Rotation, Campaign}) | {"acme/production"}
+    seen, cells, pages = set(), {}, dict(list_pages())
+    for name, path in addresses:
+        (answer,) = answers(client, path, ["get"]).values()
+        cells[name] = str(answer.status_code)
+        if name.endswith("_change") and answer.status_code == 200:
+            seen.add(name.removesuffix("_change"))
+        if name in pages:
+            text = text_of(answer)
+            assert [each for each in foreign if each in text] == [], name
     of_environment = {"keyvault_refusal"} if scope == ALL_SANDBOX else set[str]()
     assert seen - {"keyvault_auditentry"} == SHARED | SANDBOX_ROWS | {"keyvault_merchant"} | of_environment
-    foreign = {str(key.pk) for key in Key.objects.filter(credential__account__environment=PRODUCTION)}
-    foreign |= ids_of({type(rows["rotation_rotation"]), type(rows["rotation_campaign"])}) | {"acme/production"}
-    for name, path in list_pages():
-        text = text_of(client.get(path))
-        assert [each for each in foreign if each in text] == [], name
+    require_column(NAMES[scope], cells)
     assert "production" not in text_of(client.get(address("keyvault_merchant_change", "acme")))
 
 
