@@ -18,6 +18,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.scopes import AccessScope
 from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import FactTable
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account
@@ -115,6 +116,17 @@ class ActionForm(forms.Form):
     def initial_for(cls, row: Any) -> dict[str, Any]:
         return {}
 
+    def find_environment(self) -> str:
+        """Return the environment of a row that the form names, or the chosen one; empty: neither is known yet."""
+        values = {name: str(self[name].value() or "") for name in self.fields}
+        named = [
+            field.find_environment(values[name])
+            for name, field in self.fields.items()
+            if isinstance(field, RowLookup) and values[name] and "\0" not in values[name]
+        ]
+        known = [*named, values.get("environment", "")]
+        return next((each for each in known if each in set(Environment)), "")
+
     def show_faults(self, error: RequestInvalidError) -> None:
         """Add each fault to the field that it refers to."""
         for fault in error.faults:
@@ -149,6 +161,15 @@ class RowLookup(ScopedField, _ModelChoiceField):
 
     def limit_to(self, scope: AccessScope) -> None:
         self.queryset = self.rows.filter(in_scope(scope, self.account))
+
+    def find_environment(self, value: object) -> str:
+        """Return the environment of the row with this id; empty: the operator may see no such row."""
+        rows = self.rows if self.queryset is None else self.queryset
+        try:
+            found = rows.filter(pk=value).values_list(f"{self.account}__environment", flat=True).first()
+        except (ValueError, TypeError, forms.ValidationError):
+            return ""
+        return str(found or "")
 
 
 def reason_field(

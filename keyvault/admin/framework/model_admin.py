@@ -531,6 +531,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         status: int = 200,
     ) -> HttpResponse:
         """Render the form, which also asks for a second factor if the action requires one now."""
+        if form is not None and isinstance(action, CreateAction):
+            context = {**context, "page_environment": form.find_environment()}
         if form is not None and action.step_up:
             context = {**context, "step_up": step_up_context(request)}
         return answer_locked(form_page(self.admin_site, request, form, context, error=error, status=status), error)

@@ -157,8 +157,10 @@ class CredentialAdmin(ConsoleModelAdmin):
 
     def detail(self, request: HttpRequest, row: Credential) -> Detail:
         keys = list(row.keys.all())
-        traffic = day_traffic(keys, SIGNS_OF_LIFE)
-        chart = day_card(keys, traffic)
+        # An active key may be older than others that have ended.
+        living_first = sorted(keys, key=lambda key: key.state in DEAD_STATES)
+        traffic = day_traffic(living_first, SIGNS_OF_LIFE)
+        chart = day_card(living_first, traffic)
         timeline = activity_cards(request, row.account, [row.pk, *(key.key_id for key in keys[:_MAX_KEYS])])
         where = ", ".join(row.networks) if row.networks else "everywhere"
         return Detail(
@@ -227,7 +229,7 @@ def _credentials_table(
 ) -> Table:
     return Table(
         "Credentials",
-        ["credential", "age", "uses in 24 h", "next rotation"],
+        ["credential", "age", "last use", "next rotation"],
         [_credential_cells(row, lines[row.pk], dates.get(row.pk)) for row in rows],
         empty="No credentials yet. Request a key to create one.",
         aside=all_rows,
@@ -251,7 +253,7 @@ def _credential_cells(row: Credential, line: Sparkline, dates: KeyDates | None) 
     return [
         name,
         _age(newest, None if dates is None else dates.cryptoperiod),
-        noted(line, "never used" if used_at is None else format_html("used {}", moment(used_at))),
+        noted(line, moment(used_at, missing="never")),
         next_rotation,
     ]
 

@@ -52,7 +52,16 @@ from keyvault.admin.oversight.audit_export import exported_scopes
 from keyvault.domain.audit import PLATFORM_CHAIN, account_chain, chains_with
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.environments import Environment
-from keyvault.models import Account, AuditChain, AuditEntry, ConsoleSession, LimitOverride, Operator, PepperVersion
+from keyvault.models import (
+    Account,
+    AuditChain,
+    AuditEntry,
+    ConsoleSession,
+    LimitOverride,
+    Merchant,
+    Operator,
+    PepperVersion,
+)
 from keyvault.services.audit.checkpoints import CheckpointStatus, list_checkpoint_status
 from keyvault.services.audit.events import list_events
 
@@ -97,7 +106,7 @@ class ActorFilter(TextFilter):
 
     title = "actor"
     parameter_name = "actor"
-    help_text = "Operator's name, or service:, key: or system: with an id"
+    help_text = "Name of an operator, service:ID or key:ID"
     choices_name = "actors"
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
@@ -365,6 +374,8 @@ class AuditEntryAdmin(ConsoleModelAdmin):
             return None
         if isinstance(row, Account):
             query = {"chain": _chain_of(row)}
+        elif isinstance(row, Merchant):
+            query = {"merchant": row.pk}
         elif isinstance(row, PepperVersion):
             query = {"q": "pepper."}
         elif isinstance(row, Operator):

@@ -125,6 +125,44 @@ def test_page_of_a_denied_request_and_of_a_receipt_is_marked_in_production(desk:
         assert ('class="is-production"' in text_of(answer)) is is_production, url
 
 
+def test_form_of_a_new_row_is_marked_in_production(desk: Desk) -> None:
+    """Guarantee: a form that was opened for something of production is marked, and so is one that was sent for it.
+
+    It does not reveal where a credential outside the operator's scope is.
+    """
+    (sandbox, _), (production, _) = issue(desk.sandbox), issue(desk.production)
+    client = browser(desk.admin)
+    rotate, schedule = address("rotation_rotation_request"), address("rotation_rotationschedule_save")
+    limit = address("keyvault_limitoverride_set")
+    marked = {
+        f"{rotate}?credential={production.credential_id}": True,
+        f"{rotate}?credential={sandbox.credential_id}": False,
+        f"{rotate}?credential=unknown": False,
+        f"{rotate}?credential=%01": False,
+        rotate: False,
+        f"{schedule}?credential={production.credential_id}": True,
+        f"{schedule}?environment=production&merchant=acme": True,
+        f"{limit}?environment=production&merchant=acme": True,
+        f"{limit}?environment=sandbox&merchant=acme": False,
+        f"{limit}?environment=prod": False,
+    }
+    found = {}
+    for url in marked:
+        answer = client.get(url)
+        shown = text_of(answer)
+        assert answer.status_code == 200, url
+        found[url] = 'class="is-production"' in shown
+        assert found[url] == ("badge-production" in shown), url
+    assert found == marked
+    sent = client.post(limit, {"environment": "production", "merchant": "acme", "endpoint": ""})
+    assert sent.status_code == 400
+    assert 'class="is-production"' in text_of(sent)
+    limited = make_operator("elsewhere", *Role, scope=AccessScope(environments=frozenset({SANDBOX})))
+    assert 'class="is-production"' not in text_of(
+        browser(limited).get(f"{rotate}?credential={production.credential_id}")
+    )
+
+
 def test_overview_of_an_operator_of_one_merchant_states_nothing_about_all_verifications(desk: Desk) -> None:
     """Guarantee: the overview claims nothing about numbers that the operator may not see."""
     limited = make_operator("limited", Role.KEY_ADMINISTRATOR, scope=AccessScope(frozenset({"acme"})))
