@@ -10,6 +10,7 @@ from django.http import HttpRequest
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.components import Segments, Tile
+from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.overview import OverviewPart, PartFinder, format_bounded
 from keyvault.admin.framework.widgets import Table, badge, duration, link
@@ -45,12 +46,19 @@ def _rotations() -> ConsoleModelAdmin:
     return rotations
 
 
+def _rows_shown(request: HttpRequest, rotations: ConsoleModelAdmin) -> QuerySet[Any]:
+    """Return the rotations that the operator may see, without what the list joins."""
+    return rotations.rows_shown(
+        request, rotations.rows_in_scope(Rotation.objects.order_by(), operator_of(request).scope)
+    )
+
+
 def _select(request: HttpRequest) -> Sequence[QuerySet[Any]]:
     """Select the first rotations of each state, by the index of states: sorting all open ones would read each."""
     rotations = _rotations()
     if not rotations.has_view_permission(request):
         return []
-    rows = rotations.rows_shown(request, rotations.get_queryset(request))
+    rows = _rows_shown(request, rotations)
     return [rows.filter(state=state).order_by("created_at")[:MAX_SHOWN] for state in _SHOWN_STATES]
 
 
@@ -59,13 +67,16 @@ def _find_part(request: HttpRequest, ids: Sequence[Sequence[str]]) -> OverviewPa
     if not rotations.has_view_permission(request):
         return None
     now = datetime.now(UTC)
-    rows = rotations.rows_shown(request, rotations.get_queryset(request))
-    of_states = rows.filter(pk__in=[pk for each in ids for pk in each]).order_by().select_related(None)
-    found: Sequence[Rotation] = list(of_states.select_related("credential__account", "predecessor"))
-    listed = sorted(found, key=lambda row: (_SHOWN_STATES.index(S(row.state)), row.created_at))
+    rows = _rows_shown(request, rotations)
+    selected = [pk for each in ids for pk in each]
+    shown = selected[:MAX_SHOWN]
+    found: Sequence[Rotation] = list(
+        rows.filter(pk__in=shown).select_related("credential__account", "predecessor", "replacement")
+    )
+    listed = sorted(found, key=lambda row: shown.index(row.pk))
     recent = rows.filter(state=S.COMPLETED, created_at__gte=now - _WEEK).values("pk")
     completed = recent.order_by("created_at")[: MAX_ENDED + 1].count()
-    stalled = sum(row.state == S.STALLED for row in listed)
+    stalled = len(ids[_SHOWN_STATES.index(S.STALLED)])
     more = "+" if stalled >= MAX_SHOWN else ""
     return OverviewPart(
         tiles=[
@@ -74,9 +85,9 @@ def _find_part(request: HttpRequest, ids: Sequence[Sequence[str]]) -> OverviewPa
         section=Table(
             "Rotations in progress",
             ["Credential", "Environment", "State", "Progress", "Time left"],
-            [_cells(rotations, row, now) for row in listed[:MAX_SHOWN]],
+            [_cells(rotations, row, now) for row in listed],
             "No rotation is in progress. Rotations that replace a key appear here with the step that they wait for.",
-            link(rotations.list_url(), "Show all" if len(listed) > MAX_SHOWN else "All rotations"),
+            link(rotations.list_url(), "Show all" if len(selected) > MAX_SHOWN else "All rotations"),
         ),
     )
 
