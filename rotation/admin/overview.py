@@ -7,6 +7,7 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.components import Segments, Tile
@@ -14,8 +15,10 @@ from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.overview import OverviewPart, PartFinder, format_bounded
 from keyvault.admin.framework.widgets import Table, badge, duration, link
+from rotation.admin.rotation_progress import in_words
 from rotation.admin.rotation_sections import steps_of
 from rotation.domain.events import RotationState as S
+from rotation.domain.plan_fields import Proof
 from rotation.models import Rotation
 
 MAX_SHOWN = 6
@@ -84,7 +87,7 @@ def _find_part(request: HttpRequest, ids: Sequence[Sequence[str]]) -> OverviewPa
         ],
         section=Table(
             "Rotations in progress",
-            ["Credential", "Environment", "State", "Progress", "Time left"],
+            ["Credential", "Environment", "State", "Progress", "Waiting for"],
             [_cells(rotations, row, now) for row in listed],
             "No rotation is in progress. Rotations that replace a key appear here with the step that they wait for.",
             link(rotations.list_url(), "Show all" if len(selected) > MAX_SHOWN else "All rotations"),
@@ -102,13 +105,47 @@ def _cells(rotations: ConsoleModelAdmin, row: Rotation, now: datetime) -> tuple[
         badge(account.environment),
         badge(row.state),
         Segments(steps_of(row)),
-        _time_left(row, now),
+        _waiting_for(row, now),
     )
 
 
-def _time_left(row: Rotation, now: datetime) -> str:
-    """Return how long until the rotation's deadline."""
-    if row.deadline_at is None or row.state == S.REVOKING:
-        return "no deadline"
+_WAITS = {
+    S.EMERGENCY: "the emergency replacement",
+    S.STAGED: "every verifier to accept the replacement",
+    S.OVERLAP: "silence of the old key",
+    S.REVOKING: "the worker to revoke the old key",
+    S.ROLLING_BACK: "silence of the replacement",
+}
+_PROOFS = {
+    Proof.ACK: "the merchant's acknowledgement",
+    Proof.CONFIRMATION: "an operator's confirmation",
+}
+
+
+def _waiting_for(row: Rotation, now: datetime) -> SafeString | str:
+    """Return what the rotation waits for by its own columns, and how long until its deadline."""
+    what = _in_short(row, now)
+    if row.deadline_at is None or row.state in {S.REVOKING, S.STALLED}:
+        return what
     left = row.deadline_at - now
-    return f"{duration(-left)} late" if left < timedelta() else duration(left)
+    note = f"deadline passed {duration(-left)} ago" if left < timedelta() else f"{duration(left)} to the deadline"
+    return format_html('{}<div class="quiet small">{}</div>', what, note)
+
+
+def _in_short(row: Rotation, now: datetime) -> str:
+    state, plan = S(row.state), row.readable_plan
+    if state is S.STALLED:
+        is_late = row.deadline_at is not None and row.deadline_at < now
+        return f"deadline passed {duration(now - row.deadline_at)} ago" if is_late else in_words(row.why)
+    if row.is_held:
+        return "an operator to release the key"
+    if state is S.PUBLISHING:
+        return "delivery" if row.delivered_at is None else "the merchant's webhook endpoint"
+    if state is S.AWAITING_PROOF:
+        return "use of the replacement" if plan is None else _PROOFS.get(plan.proof, "use of the replacement")
+    if state is S.OVERLAP and row.retire_at is not None:
+        return f"the retirement date, {row.retire_at:%Y-%m-%d}"
+    if row.quarantined_at is not None and state in {S.QUARANTINE, S.ROLLING_BACK} and plan is not None:
+        left = row.quarantined_at + timedelta(seconds=plan.quarantine_seconds) - now
+        return f"the quarantine, {duration(left)} left" if left > timedelta() else "the end of the quarantine"
+    return _WAITS.get(state, "the end of the quarantine")
