@@ -249,6 +249,10 @@ class ConsoleSite(AdminSite):
             sign_out(grant_for(request, Permission.SESSIONS_WRITE))
         return super().logout(request, extra_context)
 
+    def problem(self, request: HttpRequest, code: ErrorCode, detail: str) -> HttpResponse:
+        """Return the page of an error that no view has answered."""
+        return _with_csp(problem_page(self, request, code, detail))
+
     def _open_view(self, view: ViewT) -> ViewT:
         """Wrap a view that answers before the sign-in is complete."""
         return open_before_sign_in(never_cache(self._with_problem_pages(view)))

@@ -193,6 +193,7 @@ class CampaignAdmin(ConsoleModelAdmin):
             "plan and pace; in production a second person must approve. Each key is then rotated individually.",
             "Submit request",
             preset=from_query("environment"),
+            is_once=True,
         ),
     )
     row_actions = (
