@@ -18,7 +18,7 @@ from django.utils.html import format_html
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import ActionForm
 from keyvault.admin.framework.attention import MAX_DECIDABLE, MAX_ROWS, Attention, find_rows
-from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, changes_table
+from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, changes_table, requester_name
 from keyvault.admin.framework.menu import ConsolePage
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page, status_of
@@ -124,12 +124,17 @@ def _waiting_row(item: Attention, row: Any) -> WaitingRow:
 
 @dataclass(frozen=True, slots=True)
 class ReviewedRow:
-    """A row on the page that approves it. `fault`: why the operator cannot approve it; empty: the operator can."""
+    """A row on the page that approves it.
+
+    `requester`: empty, if nobody requested the row. `fault`: why the operator cannot approve it; empty: the operator
+    can.
+    """
 
     model_admin: ConsoleModelAdmin
     row: Any
     name: str
     environment: str
+    requester: str
     changes: Table
     form: ActionForm
     fault: str
@@ -192,6 +197,7 @@ def _review(request: HttpRequest, model_admin: ConsoleModelAdmin, row: Any) -> R
         row,
         model_admin.name_of(row),
         model_admin.environment_of_row(row),
+        "" if model_admin.requester_person_of(row) is None else requester_name(row),
         changes_table(model_admin.changes(row), title=""),
         model_admin.approval_form(row),
         _find_fault(request, model_admin, row),
