@@ -40,11 +40,11 @@ from keyvault.admin.catalog.catalog import CatalogEndpointAdmin
 from keyvault.admin.catalog.limits import LimitOverrideAdmin
 from keyvault.admin.framework.actions import RowAction
 from keyvault.admin.framework.attention import (
-    MAX_ROWS,
     URGENT_TONES,
     Attention,
     attention_context,
     count_by_entry,
+    find_rows,
     menu_counts,
 )
 from keyvault.admin.framework.components import Tiles
@@ -249,6 +249,10 @@ class ConsoleSite(AdminSite):
             sign_out(grant_for(request, Permission.SESSIONS_WRITE))
         return super().logout(request, extra_context)
 
+    def problem(self, request: HttpRequest, code: ErrorCode, detail: str) -> HttpResponse:
+        """Return the page of an error that no view has answered."""
+        return _with_csp(problem_page(self, request, code, detail))
+
     def _open_view(self, view: ViewT) -> ViewT:
         """Wrap a view that answers before the sign-in is complete."""
         return open_before_sign_in(never_cache(self._with_problem_pages(view)))
@@ -325,11 +329,8 @@ class ConsoleSite(AdminSite):
     def front_page(self, request: HttpRequest) -> HttpResponse:
         items = self._attention_items(request)
         selected = [finder.select(request) for finder in self._overview_parts]
-        ids = find_ids(
-            [*(item.limited_rows(request) for item in items), *(rows for part in selected for rows in part)],
-            MAX_ROWS + 1,
-        )
-        found, others = list(zip(items, ids, strict=False)), iter(ids[len(items) :])
+        found, ids = find_rows(request, items, [rows for part in selected for rows in part])
+        others = iter(ids)
         menu_counts.store(request, count_by_entry(found))
         context: dict[str, Any] = {
             "title": self.index_title,
@@ -412,8 +413,7 @@ class ConsoleSite(AdminSite):
         counts = menu_counts.find(request)
         if counts is None:
             items = [item for item in self._attention_items(request) if item.tone in URGENT_TONES]
-            ids = find_ids([item.limited_rows(request) for item in items], MAX_ROWS + 1)
-            counts = count_by_entry(list(zip(items, ids, strict=True)))
+            counts = count_by_entry(find_rows(request, items)[0])
             menu_counts.store(request, counts)
         return build_menu([(entry, tab) for entry, tab in tabs if tab is not None], counts)
 

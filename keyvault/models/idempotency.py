@@ -8,9 +8,10 @@ from keyvault.models.columns import at, created_at
 class IdempotentRequest(models.Model):
     """One Idempotency-Key of one caller at one endpoint, stored for a day.
 
-    `holder` is the credential or the service token's lineage. The key itself and the request body are stored as
-    digests. `status` None: an attempt is in progress until `held_until`; `fence` counts them. `body` never has a
-    secret: the secret is in `sealed` until `sealed_until`, and `secret_of` is the id of its key or token.
+    `holder` is the credential, the service token's lineage, or the operator who sent a form. The key itself and the
+    request body are stored as digests. `status` None: an attempt is in progress until `held_until`; `fence` counts
+    them. `body` never has a secret: the secret is in `sealed` until `sealed_until`, and `secret_of` is the id of its
+    key or token.
     """
 
     holder = models.CharField(max_length=64)

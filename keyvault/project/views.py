@@ -1,7 +1,10 @@
 """Responses to requests that reached no view: problem documents for machines, plain pages in the console."""
 
+import logging
 import sys
+from typing import cast
 
+from django.contrib import admin
 from django.core.exceptions import DisallowedHost
 from django.db import InterfaceError, OperationalError
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
@@ -11,9 +14,13 @@ from django.utils.html import format_html
 from keyvault.access.verification import find_exposed
 from keyvault.admin.framework.middleware import is_console
 from keyvault.admin.framework.plain_pages import error_page, late_form_page
+from keyvault.admin.site import ConsoleSite
 from keyvault.api.middleware import INTEGRATION_ROUTES, problem_response, raw_url, request_id_of
 from keyvault.domain.errors import ErrorCode, Fault
 from keyvault.services.work.disk_space import is_out_of_space
+from keyvault.wire.problems import PROBLEM_TYPES
+
+_log = logging.getLogger(__name__)
 
 
 def root(request: HttpRequest) -> HttpResponse:
@@ -32,8 +39,7 @@ def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
 
 def forbidden(request: HttpRequest, exception: Exception) -> HttpResponse:
     if is_console(request):
-        detail = "You are not allowed to do this."
-        return error_page(request, "Not allowed", detail, 403, request_id_of(request))
+        return _console_page(request, ErrorCode.PERMISSION_MISSING, "You are not allowed to do this.")
     return problem_response(ErrorCode.PERMISSION_MISSING, "This is not permitted.", request)
 
 
@@ -43,7 +49,7 @@ def csrf_failure(request: HttpRequest, reason: str = "") -> HttpResponse:
 
 def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
     if is_console(request):
-        return error_page(request, "Page not found", "No page has this address.", 404, request_id_of(request))
+        return _console_page(request, ErrorCode.NOT_FOUND, "No page has this address.")
     exposed = find_exposed(raw_url(request))
     if exposed is not None:
         return problem_response(exposed.code, exposed.detail, request)
@@ -62,8 +68,19 @@ def server_error(request: HttpRequest) -> HttpResponse:
     detail = "Something went wrong on our side."
     if is_console(request):
         detail += " Check whether your last change took effect before you repeat it."
-        return error_page(request, "Something went wrong", detail, 500, request_id_of(request))
+        return _console_page(request, ErrorCode.INTERNAL_ERROR, detail)
     return problem_response(ErrorCode.INTERNAL_ERROR, detail, request)
+
+
+def _console_page(request: HttpRequest, code: ErrorCode, detail: str) -> HttpResponse:
+    """Return the page of an error: in the console's frame, or alone if the operator or the menu cannot be read."""
+    try:
+        if admin.site.has_permission(request):
+            return cast(ConsoleSite, admin.site).problem(request, code, detail)
+    except Exception:  # noqa: BLE001  the page of the first error must not fail
+        _log.warning("the page of an error has no frame", exc_info=True)
+    kind = PROBLEM_TYPES[code]
+    return error_page(request, kind.title, detail, kind.status, request_id_of(request))
 
 
 def _unavailable(request: HttpRequest, why: str) -> HttpResponse:

@@ -16,7 +16,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.pacing import PROVED, START_WITHIN, UNPROVED, Pace
 from rotation.domain.plan_fields import FIELDS, PlanOverrides
 from rotation.models import Campaign, CampaignMember, CampaignState
-from rotation.services.campaigns.reports import list_failed_first
+from rotation.services.campaigns.reports import MAX_USED, count_used_keys, list_failed_first
 
 C = CampaignState
 
@@ -52,6 +52,15 @@ def format_pace(pace: Pace) -> str:
 def format_left_out(row: Campaign) -> str:
     counts = row.selection["left_out"]
     return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items()) or NOTHING
+
+
+def format_used_keys(row: Campaign, now: datetime) -> str:
+    """Describe how many of the keys are in use now."""
+    used, cut = count_used_keys(row, now), count_members(row) > MAX_USED
+    return (
+        f"{used.used_today:,} of {counted(used.keys, 'key')} in the last 24 hours, {used.used_lately:,} in the last 30 "
+        f"days, {used.never_used:,} never used" + (f"; of the first {MAX_USED:,} credentials" if cut else "")
+    )
 
 
 def banner_of(row: Campaign, report: Any, *, is_own: bool, buttons: Sequence[Link]) -> Banner:

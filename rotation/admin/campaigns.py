@@ -63,6 +63,7 @@ from rotation.admin.campaign_sections import (
     count_members,
     format_left_out,
     format_pace,
+    format_used_keys,
     members_table,
     plan_card,
     progress_card,
@@ -77,8 +78,10 @@ from rotation.admin.plan_fields import (
     overrides_in,
     show_override,
 )
+from rotation.domain.events import RotationState
 from rotation.domain.pacing import MAX_CONCURRENCY, MAX_PER_MINUTE, Pace
 from rotation.domain.plan_fields import FIELDS, SHARED_FIELDS, PlanOverrides
+from rotation.domain.states import CLOSED
 from rotation.models import Campaign, CampaignState
 from rotation.services.campaigns.campaigns import (
     approve_campaign,
@@ -94,7 +97,7 @@ from rotation.services.campaigns.reports import describe_campaign
 C = CampaignState
 
 _REFRESH_SECONDS = 10
-"""Refresh interval of a running campaign's page, in seconds."""
+"""Refresh interval of the page of a campaign that can change, in seconds."""
 
 
 class CampaignForm(PlanForm):
@@ -193,6 +196,7 @@ class CampaignAdmin(ConsoleModelAdmin):
             "plan and pace; in production a second person must approve. Each key is then rotated individually.",
             "Submit request",
             preset=from_query("environment"),
+            is_once=True,
         ),
     )
     row_actions = (
@@ -314,7 +318,7 @@ class CampaignAdmin(ConsoleModelAdmin):
                 Fold("Request, as approved", [self.summary(row)], "every value that the digest covers"),
                 approvals_table(row),
             ],
-            refresh_seconds=_REFRESH_SECONDS if row.state == C.RUNNING else None,
+            refresh_seconds=_REFRESH_SECONDS if _may_change(row, report) else None,
         )
 
     def changes(self, row: Campaign) -> Iterable[Difference]:
@@ -324,6 +328,9 @@ class CampaignAdmin(ConsoleModelAdmin):
         yield Difference("Keys", selected, "each replaced, and revoked once its replacement is proved in use")
         yield Difference("Pace", format_pace(DEFAULT_PACE), format_pace(pace), is_unusual=pace != DEFAULT_PACE)
         yield from chosen_changes(PlanOverrides.from_json(row.overrides), Environment(row.environment))
+
+    def decision_facts(self, row: Campaign) -> Iterable[tuple[str, Any]]:
+        yield "Keys in use", format_used_keys(row, datetime.now(UTC))
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.ROTATIONS_APPROVE):
@@ -342,6 +349,11 @@ class CampaignAdmin(ConsoleModelAdmin):
     def line_of(self, row: Campaign) -> Line:
         detail = row.why or f"requested by {requester_name(row)}"
         return Line(self.url_of(row), self.name_of(row), detail, row.created_at)
+
+
+def _may_change(row: Campaign, report: Any) -> bool:
+    """Whether the campaign or one of its rotations is open: those continue without the campaign."""
+    return row.closed_at is None or any(RotationState(state) not in CLOSED for state in report["rotations_by_state"])
 
 
 def _plan(row: Campaign) -> Iterable[tuple[str, Any]]:

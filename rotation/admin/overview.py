@@ -7,14 +7,18 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.components import Segments, Tile
+from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.overview import OverviewPart, PartFinder, format_bounded
 from keyvault.admin.framework.widgets import Table, badge, duration, link
+from rotation.admin.rotation_progress import in_words
 from rotation.admin.rotation_sections import steps_of
 from rotation.domain.events import RotationState as S
+from rotation.domain.plan_fields import Proof
 from rotation.models import Rotation
 
 MAX_SHOWN = 6
@@ -45,12 +49,19 @@ def _rotations() -> ConsoleModelAdmin:
     return rotations
 
 
+def _rows_shown(request: HttpRequest, rotations: ConsoleModelAdmin) -> QuerySet[Any]:
+    """Return the rotations that the operator may see, without what the list joins."""
+    return rotations.rows_shown(
+        request, rotations.rows_in_scope(Rotation.objects.order_by(), operator_of(request).scope)
+    )
+
+
 def _select(request: HttpRequest) -> Sequence[QuerySet[Any]]:
     """Select the first rotations of each state, by the index of states: sorting all open ones would read each."""
     rotations = _rotations()
     if not rotations.has_view_permission(request):
         return []
-    rows = rotations.rows_shown(request, rotations.get_queryset(request))
+    rows = _rows_shown(request, rotations)
     return [rows.filter(state=state).order_by("created_at")[:MAX_SHOWN] for state in _SHOWN_STATES]
 
 
@@ -59,13 +70,16 @@ def _find_part(request: HttpRequest, ids: Sequence[Sequence[str]]) -> OverviewPa
     if not rotations.has_view_permission(request):
         return None
     now = datetime.now(UTC)
-    rows = rotations.rows_shown(request, rotations.get_queryset(request))
-    of_states = rows.filter(pk__in=[pk for each in ids for pk in each]).order_by().select_related(None)
-    found: Sequence[Rotation] = list(of_states.select_related("credential__account", "predecessor"))
-    listed = sorted(found, key=lambda row: (_SHOWN_STATES.index(S(row.state)), row.created_at))
+    rows = _rows_shown(request, rotations)
+    selected = [pk for each in ids for pk in each]
+    shown = selected[:MAX_SHOWN]
+    found: Sequence[Rotation] = list(
+        rows.filter(pk__in=shown).select_related("credential__account", "predecessor", "replacement")
+    )
+    listed = sorted(found, key=lambda row: shown.index(row.pk))
     recent = rows.filter(state=S.COMPLETED, created_at__gte=now - _WEEK).values("pk")
     completed = recent.order_by("created_at")[: MAX_ENDED + 1].count()
-    stalled = sum(row.state == S.STALLED for row in listed)
+    stalled = len(ids[_SHOWN_STATES.index(S.STALLED)])
     more = "+" if stalled >= MAX_SHOWN else ""
     return OverviewPart(
         tiles=[
@@ -73,10 +87,10 @@ def _find_part(request: HttpRequest, ids: Sequence[Sequence[str]]) -> OverviewPa
         ],
         section=Table(
             "Rotations in progress",
-            ["Credential", "Environment", "State", "Progress", "Time left"],
-            [_cells(rotations, row, now) for row in listed[:MAX_SHOWN]],
+            ["Credential", "Environment", "State", "Progress", "Waiting for"],
+            [_cells(rotations, row, now) for row in listed],
             "No rotation is in progress. Rotations that replace a key appear here with the step that they wait for.",
-            link(rotations.list_url(), "Show all" if len(listed) > MAX_SHOWN else "All rotations"),
+            link(rotations.list_url(), "Show all" if len(selected) > MAX_SHOWN else "All rotations"),
         ),
     )
 
@@ -91,13 +105,47 @@ def _cells(rotations: ConsoleModelAdmin, row: Rotation, now: datetime) -> tuple[
         badge(account.environment),
         badge(row.state),
         Segments(steps_of(row)),
-        _time_left(row, now),
+        _waiting_for(row, now),
     )
 
 
-def _time_left(row: Rotation, now: datetime) -> str:
-    """Return how long until the rotation's deadline."""
-    if row.deadline_at is None or row.state == S.REVOKING:
-        return "no deadline"
+_WAITS = {
+    S.EMERGENCY: "the emergency replacement",
+    S.STAGED: "every verifier to accept the replacement",
+    S.OVERLAP: "silence of the old key",
+    S.REVOKING: "the worker to revoke the old key",
+    S.ROLLING_BACK: "silence of the replacement",
+}
+_PROOFS = {
+    Proof.ACK: "the merchant's acknowledgement",
+    Proof.CONFIRMATION: "an operator's confirmation",
+}
+
+
+def _waiting_for(row: Rotation, now: datetime) -> SafeString | str:
+    """Return what the rotation waits for by its own columns, and how long until its deadline."""
+    what = _in_short(row, now)
+    if row.deadline_at is None or row.state in {S.REVOKING, S.STALLED}:
+        return what
     left = row.deadline_at - now
-    return f"{duration(-left)} late" if left < timedelta() else duration(left)
+    note = f"deadline passed {duration(-left)} ago" if left < timedelta() else f"{duration(left)} to the deadline"
+    return format_html('{}<div class="quiet small">{}</div>', what, note)
+
+
+def _in_short(row: Rotation, now: datetime) -> str:
+    state, plan = S(row.state), row.readable_plan
+    if state is S.STALLED:
+        is_late = row.deadline_at is not None and row.deadline_at < now
+        return f"deadline passed {duration(now - row.deadline_at)} ago" if is_late else in_words(row.why)
+    if row.is_held:
+        return "an operator to release the key"
+    if state is S.PUBLISHING:
+        return "delivery" if row.delivered_at is None else "the merchant's webhook endpoint"
+    if state is S.AWAITING_PROOF:
+        return "use of the replacement" if plan is None else _PROOFS.get(plan.proof, "use of the replacement")
+    if state is S.OVERLAP and row.retire_at is not None:
+        return f"the retirement date, {row.retire_at:%Y-%m-%d}"
+    if row.quarantined_at is not None and state in {S.QUARANTINE, S.ROLLING_BACK} and plan is not None:
+        left = row.quarantined_at + timedelta(seconds=plan.quarantine_seconds) - now
+        return f"the quarantine, {duration(left)} left" if left > timedelta() else "the end of the quarantine"
+    return _WAITS.get(state, "the end of the quarantine")

@@ -228,6 +228,7 @@ REQUEST = CreateAction(
     "Submit request",
     account_of=lambda cleaned: cleaned["credential_id"].account,
     preset=lambda query: {"credential_id": query.get("credential")},
+    is_once=True,
 )
 
 ROW_ACTIONS = (

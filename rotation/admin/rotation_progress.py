@@ -65,9 +65,9 @@ def banner_of(
         is_advised: whether the page has the runbook's advice, because an operator can do something.
     """
     if row.state == S.STALLED:
-        return Banner(f"Stalled in {row.get_stalled_from_display()}: {_in_words(row.why)}.", "", "bad", buttons)
+        return Banner(f"Stalled in {row.get_stalled_from_display()}: {in_words(row.why)}.", "", "bad", buttons)
     if row.current_state in CLOSED:
-        reason = _in_words(row.why)
+        reason = in_words(row.why)
         why = f"{reason[0].upper()}{reason[1:]}." if reason else ""
         tone = "good" if row.current_state in _GOOD_ENDS else ""
         return Banner(f"{row.get_state_display().replace('_', ' ').capitalize()}.", why, tone)
@@ -84,10 +84,10 @@ def banner_of(
     text = "" if is_advised else "Nothing is needed from you."
     if until is not None:
         text = format_html("{} Next step {} at the earliest.", text, moment(until))
-    return Banner(f"Waiting for {_in_words(waiting_for)}.", text, tone, buttons)
+    return Banner(f"Waiting for {in_words(waiting_for)}.", text, tone, buttons)
 
 
-def _in_words(reason: str) -> str:
+def in_words(reason: str) -> str:
     """Return a reason of the rotation with the console's name for the key that is being replaced."""
     return reason.replace("predecessor", "old key")
 

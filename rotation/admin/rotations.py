@@ -28,7 +28,7 @@ from django.utils.safestring import SafeString
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.accounts import account_crumbs
 from keyvault.admin.framework.actions import RowAction
-from keyvault.admin.framework.attention import MAX_ROWS, Attention
+from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.columns import moment_column
 from keyvault.admin.framework.components import Columns, Fold
 from keyvault.admin.framework.enforcement import may, operator_of
@@ -113,10 +113,14 @@ _MAX_LISTED = 1_000
 _UNREVIEWED = BreakGlass.objects.filter(event=BYPASSED, reviewed_at__isnull=True)
 
 
+_UNDELIVERED = Q(state=S.PUBLISHING, delivered_at__isnull=False)
+"""Rotations whose notification the merchant's endpoint does not accept."""
+
+
 def _blocking() -> list[tuple[QuerySet[Any], str]]:
     """Select failed steps, and rotations whose notification the merchant's endpoint does not accept."""
     failed = WorkLease.objects.filter(subject__startswith=subject_of("")).exclude(last_error="")
-    undelivered = Rotation.objects.filter(state=S.PUBLISHING, delivered_at__isnull=False)
+    undelivered = Rotation.objects.filter(_UNDELIVERED)
     return [(failed.order_by("subject"), "subject"), (undelivered.order_by("created_at"), "pk")]
 
 
@@ -353,8 +357,8 @@ class RotationAdmin(ConsoleModelAdmin):
     def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         """Return stalled and urgent rotations first."""
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
-        to_confirm = _to_confirm(rows) if may(request, P.ROTATIONS_WRITE) else []
-        failed, undelivered, unreviewed, *confirmable = _find(*_blocking(), _unreviewed(), *to_confirm)
+        failing, _ = _blocking()
+        failed, unreviewed = _find(failing, _unreviewed())
         yield self.attention(
             "Stalled rotations",
             rows.filter(state=S.STALLED),
@@ -368,9 +372,9 @@ class RotationAdmin(ConsoleModelAdmin):
         if may(request, P.ROTATIONS_WRITE):
             own = self._asked(request).filter(requester_person=me)
             yield self.attention("Your rotations awaiting approval", own, _ASKED)
-            # Of each environment, no more than are counted: a list of a thousand ids takes longer than the rest.
-            unconfirmed = rows.filter(pk__in=[pk for ids in confirmable for pk in ids[: MAX_ROWS + 1]])
-            yield self.attention("Rotations awaiting an operator's confirmation", unconfirmed, _TO_CONFIRM, "action")
+            yield self.attention(
+                "Rotations awaiting an operator's confirmation", rows, _TO_CONFIRM, "action", walks=_to_confirm(rows)
+            )
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(_TO_COLLECT, requester_person=me)
             yield self.attention("Replacements to collect", mine, "?collection=open", "action")
@@ -385,8 +389,13 @@ class RotationAdmin(ConsoleModelAdmin):
                 select=lambda rows: list_collectable(rows, me),
                 button="Collect",
             )
-        blocked = rows.filter(_is_blocked(failed, undelivered))
-        yield self.attention("Rotations blocked by a failing step or an endpoint", blocked, "?held=up", "alarm")
+        yield self.attention(
+            "Rotations blocked by a failing step or an endpoint",
+            rows,
+            "?held=up",
+            "alarm",
+            walks=[rows.filter(_is_blocked(failed, [])), rows.filter(_UNDELIVERED)],
+        )
         bypassed = rows.filter(pk__in=unreviewed)
         yield self.attention("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
 
@@ -452,9 +461,9 @@ def _advise(row: Rotation, waiting_for: str, *, is_failing: bool) -> Advice | No
     return fit_advice(entry, Case(row.delivery, KeyKind(row.credential.kind), has_old_key(row)))
 
 
-def _to_confirm(rows: QuerySet[Any]) -> list[tuple[QuerySet[Any], str]]:
+def _to_confirm(rows: QuerySet[Any]) -> list[QuerySet[Any]]:
     """Select the rotations of each environment that only an operator can confirm.
 
     One walk through the index for each environment; together they would sort all that wait.
     """
-    return [(rows.filter(AWAITS_CONFIRMATION, account_environment=environment), "pk") for environment in Environment]
+    return [rows.filter(AWAITS_CONFIRMATION, account_environment=environment) for environment in Environment]

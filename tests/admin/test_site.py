@@ -248,7 +248,7 @@ def test_session_outside_the_console_is_ignored(client: Client, django_assert_nu
 def test_front_page_shows_requests_of_others_behind_many_of_ones_own(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "MAX_DECIDABLE", 1)
+    monkeypatch.setattr(attention, "_MAX_AUTHORIZED", 1)
     both = make_operator("both", Role.TECHNICAL_ACCOUNT_MANAGER, Role.APPROVER)
     for label, by in (("own-1", both), ("own-2", both), ("theirs-1", desk.tam), ("theirs-2", desk.tam)):
         request_key(desk.production, label=label, by=by)
@@ -257,5 +257,6 @@ def test_front_page_shows_requests_of_others_behind_many_of_ones_own(
         for item in browser(both).get("/admin/").context["attention_items"]
         if item.title == "Key requests to approve"
     )
-    assert (item.count, item.has_more) == (1, True)
+    assert (item.count, item.has_more) == (2, False)
+    assert [line.label for line in item.lines] == ["acme/production · theirs-1"]
     assert "theirs-1" in item.lines[0].label

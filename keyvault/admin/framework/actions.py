@@ -262,6 +262,8 @@ class CreateAction:
         preset: initial form values from the query string.
         is_of_installation: the row concerns the whole installation, so the operator's scope must be unlimited.
         step_up: requires a recent second factor.
+        is_once: a form that is sent twice creates one row: its page has a token, see `run_once`. The result has no
+            secret.
     """
 
     name: str
@@ -275,6 +277,7 @@ class CreateAction:
     preset: Callable[[Mapping[str, str]], dict[str, Any]] = lambda query: {}
     is_of_installation: bool = False
     step_up: bool = False
+    is_once: bool = False
 
 
 def run_service(service: Callable[..., object], done: Text) -> Run:

@@ -1,8 +1,9 @@
 """What needs the operator's attention: rows of every model admin, found by one query for the menu and the overview."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice, zip_longest
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from django.http import HttpRequest
 from keyvault.access.permissions import Permission
 from keyvault.access.rules import operation
 from keyvault.admin.framework.enforcement import operator_of
+from keyvault.admin.framework.row_search import find_ids
 from keyvault.admin.framework.shown_environment import environment_of
 from keyvault.admin.framework.widgets import Line
 
@@ -26,6 +28,9 @@ MAX_ROWS = 200
 
 MAX_DECIDABLE = 50
 """Maximum rows of an item that are read because the operator's decision on each is authorized."""
+
+_MAX_AUTHORIZED = 12
+"""Maximum rows of an item that the overview reads, if SQL selects nearly all that the operator may decide."""
 
 URGENT_TONES = frozenset({"alarm", "action"})
 """Tones of items that the operator can act on. The menu counts them."""
@@ -44,6 +49,8 @@ class Attention:
         query: filters the list that the item links to.
         tone: `alarm`, `action`, or `plain` for what others must do.
         decide: permission of the decision that the rows wait for; rows that the operator may not decide are left out.
+        walks: what selects the rows, each by an index of its own, if `rows` would sort or read too many; `rows` then
+            has all rows of the model.
         select: returns which of the given rows belong to the item, if SQL cannot express the condition.
         one: what one row is, such as `Rotation stalled`.
         button: label of the link to a row.
@@ -56,36 +63,49 @@ class Attention:
     query: str
     tone: str = "plain"
     decide: Permission | None = None
+    walks: Sequence[QuerySet[Any]] = ()
     select: Callable[[list[Any]], list[Any]] = _all
     one: str = ""
     button: str = "Review"
     entry: str = ""
 
-    def limited_rows(self, request: HttpRequest) -> QuerySet[Any]:
-        """Return the rows that the menu counts: without those that need another person's decision."""
-        rows = self.model_admin.rows_shown(request, self.rows)
+    def limited_walks(self, request: HttpRequest) -> list[QuerySet[Any]]:
+        """Return what selects the rows that the menu counts: without those that need another person's decision."""
+        return [self._limit(request, rows) for rows in self.walks or (self.rows,)]
+
+    def first_rows(self, request: HttpRequest, ids: Sequence[str], most: int) -> QuerySet[Any]:
+        """Return at least the first `most` rows of those that `find_rows` found, in their order."""
+        return self._limit(request, self.rows).filter(pk__in=ids[: most * max(len(self.walks), 1)])
+
+    def _limit(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
+        rows = self.model_admin.rows_shown(request, rows)
         if self.decide is not None and operation(self.decide).second_person:
             # Rows are limited: the operator's own requests must not displace those of others.
             rows = rows.exclude(requester_person=operator_of(request).person)
         return rows
 
     def read(self, request: HttpRequest, ids: Sequence[str]) -> "AttentionItem":
-        """Return the item with its first lines. `ids`: of the rows that `find_ids` found."""
-        rows = self.limited_rows(request).filter(pk__in=ids)
-        found, most = len(ids), MAX_ROWS
+        """Return the item with its first lines. `ids`: of the rows that `find_rows` found."""
         if self.decide is None and self.select is _all:
-            shown = list(rows[:MAX_LINES])
+            most, shown = MAX_ROWS, list(self.first_rows(request, ids, MAX_LINES)[:MAX_LINES])
+            found = len(ids)
+        elif self.select is _all:
+            # Nearly all are decidable: of more than are read, the number of all is shown, as in the menu.
+            most, shown = MAX_ROWS, self.read_decidable(request, ids, _MAX_AUTHORIZED)
+            found = len(ids) if len(ids) > _MAX_AUTHORIZED else len(shown)
         else:
-            decidable = self.read_decidable(request, rows)
-            shown, found, most = decidable[:MAX_LINES], len(decidable), MAX_DECIDABLE
-        lines = [self.model_admin.line_of(row) for row in shown]
+            most, shown = MAX_DECIDABLE, self.read_decidable(request, ids, MAX_DECIDABLE + 1)
+            found = len(shown)
+        lines = [self.model_admin.line_of(row) for row in shown[:MAX_LINES]]
         return self.item(lines, min(found, most), has_more=found > most)
 
-    def read_decidable(self, request: HttpRequest, rows: QuerySet[Any]) -> list[Any]:
-        """Return the first of these rows that belong to the item and that the operator may decide: one more than
-        MAX_DECIDABLE, if there are more.
-        """
-        return self.select([row for row in rows[: MAX_DECIDABLE + 1] if self._may_decide(request, row)])
+    def read_decidable(self, request: HttpRequest, ids: Sequence[str], most: int) -> list[Any]:
+        """Return those of the first `most` rows that belong to the item and that the operator may decide."""
+        return self.decidable(request, self.first_rows(request, ids, most)[:most])
+
+    def decidable(self, request: HttpRequest, rows: Iterable[Any]) -> list[Any]:
+        """Return those of the rows that belong to the item and that the operator may decide."""
+        return self.select([row for row in rows if self._may_decide(request, row)])
 
     def item(self, lines: Sequence[Line] = (), count: int = 0, *, has_more: bool = False) -> "AttentionItem":
         return AttentionItem(
@@ -134,6 +154,26 @@ MENU_SECONDS = 10.0
 
 _MAX_KEPT = 1_000
 """Maximum sessions whose counts are kept."""
+
+
+def find_rows(
+    request: HttpRequest, items: Sequence[Attention], others: Sequence[QuerySet[Any]] = ()
+) -> tuple[FoundAttention, list[list[str]]]:
+    """Return each item with the ids of its first rows, at most MAX_ROWS + 1 of each selection, by one query.
+
+    Args:
+        others: further selections, whose ids are returned, too.
+    """
+    walks = [item.limited_walks(request) for item in items]
+    found = iter(find_ids([*chain.from_iterable(walks), *others], MAX_ROWS + 1))
+    return [(item, _merge(list(islice(found, len(each))))) for item, each in zip(items, walks, strict=True)], [*found]
+
+
+def _merge(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Return the ids of several selections, the first of each first, without repetitions."""
+    if len(lists) == 1:
+        return list(lists[0])
+    return list(dict.fromkeys(pk for ids in zip_longest(*lists) for pk in ids if pk is not None))
 
 
 def count_by_entry(found: FoundAttention) -> dict[str, str]:

@@ -7,6 +7,7 @@ from math import ceil, floor, log10
 from typing import Any
 
 from django.template.loader import render_to_string
+from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 
 from keyvault.admin.framework.components import Component
@@ -102,7 +103,6 @@ class _Chart(Component):
         maximum = _round_up(self._top())
         count = len(self.moments)
         width = _WIDTH / max(count, 1)
-        rows = [(moment, [f"{each.values[index]:,.0f}" for each in self.series]) for index, moment in _numbered(self)]
         return {
             "title": self.title,
             "series": self.series,
@@ -113,11 +113,23 @@ class _Chart(Component):
             ],
             "ticks": self.ticks or default_ticks(self.moments),
             "markers": _place_labels(self.markers),
-            "hits": [
-                (f"{index * width:.1f}", f"{width:.1f}", _describe(moment, self.series, index))
-                for index, moment in _numbered(self)
-            ],
-            "rows": rows,
+            # Not in the template, whose loops over a hundred moments would be a tenth of the overview's cost.
+            "hits": format_html_join(
+                "",
+                '<rect class="hit" x="{}" y="0" width="{}" height="1000"><title>{}</title></rect>',
+                (
+                    (f"{index * width:.1f}", f"{width:.1f}", _describe(moment, self.series, index))
+                    for index, moment in _numbered(self)
+                ),
+            ),
+            "rows": format_html_join(
+                "",
+                '<tr><th scope="row">{}</th>' + '<td class="number">{}</td>' * len(self.series) + "</tr>",
+                (
+                    (moment, *(f"{each.values[index]:,.0f}" for each in self.series))
+                    for index, moment in _numbered(self)
+                ),
+            ),
         }
 
 

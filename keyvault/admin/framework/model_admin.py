@@ -5,7 +5,7 @@ Django's history, bulk actions and edit forms have no route.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from keyvault.admin.framework.actions import (
 from keyvault.admin.framework.attention import Attention
 from keyvault.admin.framework.components import Stepper
 from keyvault.admin.framework.enforcement import Guarded, View, grant_for, may, operator_of
+from keyvault.admin.framework.form_tokens import create_once, token_of
 from keyvault.admin.framework.four_eyes import changes_table, requester_name
 from keyvault.admin.framework.keyset import Keyset
 from keyvault.admin.framework.menu import Tab
@@ -505,7 +506,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         try:
             account = action.account_of(form.cleaned_data)
             grant = grant_for(request, action.permission, account, within=within)
-            result = action.run(grant, form.cleaned_data)
+            result = self._create(action, request, partial(action.run, grant, form.cleaned_data))
         except RequestInvalidError as error:
             form.show_faults(error)
             return answer(form, error=error)
@@ -515,6 +516,14 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         except KeyvaultError as error:
             return answer(form, error=error)
         return self._respond(request, result, result.row)
+
+    def _create(self, action: CreateAction, request: HttpRequest, create: Callable[[], ActionResult]) -> ActionResult:
+        if not action.is_once:
+            return create()
+        return create_once(request, f"{self.opts.label_lower}.{action.name}", create, self._url_of_result)
+
+    def _url_of_result(self, result: ActionResult) -> str:
+        return result.url or (self.list_url() if result.row is None else self.url_of(result.row))
 
     def _refuse_step_up(self, request: HttpRequest, action: RowAction | CreateAction) -> KeyvaultError | None:
         """Check the second factor of the form if the action requires one now. Return why it is refused."""
@@ -533,6 +542,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Render the form, which also asks for a second factor if the action requires one now."""
         if form is not None and isinstance(action, CreateAction):
             context = {**context, "page_environment": form.find_environment()}
+        if isinstance(action, CreateAction) and action.is_once:
+            context = {**context, "form_token": token_of(request)}
         if form is not None and action.step_up:
             context = {**context, "step_up": step_up_context(request)}
         return answer_locked(form_page(self.admin_site, request, form, context, error=error, status=status), error)

@@ -28,6 +28,10 @@ _NOT_KEPT = ("csrfmiddlewaretoken", "password", "second_factor", "secret")
 """Prefixes of the names of fields whose values no page shows again."""
 
 
+_NOT_SHOWN = frozenset({"version", "form_token"})
+"""Hidden fields, which nobody typed."""
+
+
 def error_page(request: HttpRequest, title: str, detail: str, status: int, request_id: str) -> HttpResponse:
     """Return an error page."""
     context = {"title": title, "detail": detail, "request_id": request_id}
@@ -51,7 +55,7 @@ def late_form_page(request: HttpRequest, status: int) -> HttpResponse:
         "title": "Your session has expired" if not request.user.is_authenticated else "The form has expired",
         "is_signed_in": request.user.is_authenticated,
         "fields": fields,
-        "shown": [(name.replace("_", " "), value) for name, value in fields if value and name != "version"],
+        "shown": [(name.replace("_", " "), value) for name, value in fields if value and name not in _NOT_SHOWN],
         "is_incomplete": any(name not in names and name != "csrfmiddlewaretoken" for name in request.POST),
         "action": request.get_full_path() if is_ours and find_exposed(request.get_full_path()) is None else "",
         "sign_in_url": reverse("admin:login"),

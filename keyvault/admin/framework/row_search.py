@@ -5,7 +5,7 @@ from typing import Any
 
 from django.core.exceptions import EmptyResultSet
 from django.db import connection
-from django.db.models import F, QuerySet
+from django.db.models import QuerySet
 
 
 def find_ids(selections: Sequence[QuerySet[Any]], most: int) -> list[list[str]]:
@@ -22,13 +22,14 @@ def find_values(selections: Sequence[tuple[QuerySet[Any], str]], most: int) -> l
     found: list[list[str]] = [[] for _ in selections]
     parts, parameters = list[str](), list[Any]()
     for number, (rows, column) in enumerate(selections):
-        compiler = rows.values(sought=F(column))[:most].query.get_compiler(connection=connection)
+        compiler = rows.values(column)[:most].query.get_compiler(connection=connection)
         try:
             # SQLite allows a limit only in a subquery of a union's part.
             sql, values = compiler.as_sql()
         except EmptyResultSet:
             continue
-        parts.append(f"SELECT {number}, CAST(part.sought AS text) FROM ({sql}) AS part")  # noqa: S608  Django quotes it
+        name = connection.ops.quote_name(column)
+        parts.append(f"SELECT {number}, CAST(part.{name} AS text) FROM ({sql}) AS part")  # noqa: S608  Django quotes it
         parameters += values
     if parts:
         with connection.cursor() as cursor:

@@ -187,6 +187,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             "Submit request",
             account_of=account_from,
             preset=from_query("merchant", "environment"),
+            is_once=True,
         ),
     )
     row_actions = (

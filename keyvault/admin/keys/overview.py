@@ -27,7 +27,7 @@ REFRESH_SECONDS = 5
 MAX_KEYS = 20_000
 """Maximum active keys that are counted."""
 
-MAX_DENIALS = 5_000
+MAX_DENIALS = 2_000
 """Maximum refusals of which the codes are counted: the newest of the last day."""
 
 _MAX_CODES = 6

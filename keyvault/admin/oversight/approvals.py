@@ -18,12 +18,11 @@ from django.utils.html import format_html
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import ActionForm
-from keyvault.admin.framework.attention import MAX_DECIDABLE, MAX_ROWS, Attention
-from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, changes_table
+from keyvault.admin.framework.attention import MAX_DECIDABLE, MAX_ROWS, Attention, find_rows
+from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, changes_table, requester_name
 from keyvault.admin.framework.menu import ConsolePage
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page, status_of
-from keyvault.admin.framework.row_search import find_ids
 from keyvault.admin.framework.step_up import answer_locked, refuse_step_up, step_up_context
 from keyvault.admin.framework.widgets import Difference, Link, Table, counted, link, mono
 from keyvault.domain.errors import KeyvaultError, NotFoundError, RequestInvalidError, StateConflictError
@@ -89,13 +88,12 @@ def _find_groups(site: AdminSite, request: HttpRequest) -> Iterator[WaitingGroup
     """Yield the groups that have rows. One query counts all, and one more reads each group's first rows."""
     items = [item for each in _model_admins(site, request) for item in each.approval_items(request)]
     selected = request.GET.getlist("select")
-    found = find_ids([item.limited_rows(request) for item in items], MAX_ROWS + 1)
-    for item, ids in zip(items, found, strict=True):
+    found, _ = find_rows(request, items)
+    for item, ids in found:
         if not ids:
             continue
-        rows = item.read_decidable(
-            request, item.model_admin.rows_with_changes(item.limited_rows(request).filter(pk__in=ids))
-        )
+        first = item.model_admin.rows_with_changes(item.first_rows(request, ids, MAX_DECIDABLE + 1))
+        rows = item.decidable(request, first[: MAX_DECIDABLE + 1])
         if not rows:
             continue
         shown = [_waiting_row(item, row) for row in rows[:MAX_DECIDABLE]]
@@ -138,12 +136,17 @@ def _waiting_row(item: Attention, row: Any) -> WaitingRow:
 
 @dataclass(frozen=True, slots=True)
 class ReviewedRow:
-    """A row on the page that approves it. `fault`: why the operator cannot approve it; empty: the operator can."""
+    """A row on the page that approves it.
+
+    `requester`: empty, if nobody requested the row. `fault`: why the operator cannot approve it; empty: the operator
+    can.
+    """
 
     model_admin: ConsoleModelAdmin
     row: Any
     name: str
     environment: str
+    requester: str
     changes: Table
     form: ActionForm
     fault: str
@@ -206,6 +209,7 @@ def _review(request: HttpRequest, model_admin: ConsoleModelAdmin, row: Any) -> R
         row,
         model_admin.name_of(row),
         model_admin.environment_of_row(row),
+        "" if model_admin.requester_person_of(row) is None else requester_name(row),
         changes_table(model_admin.changes(row), title=""),
         model_admin.approval_form(row),
         _find_fault(request, model_admin, row),

@@ -21,6 +21,7 @@ from keyvault.admin.framework.pages import live_page
 from keyvault.admin.framework.scoping import in_scope
 from keyvault.admin.framework.widgets import FactTable, Table, badge, counted, duration, link, moment, mono
 from keyvault.backends.base import Health
+from keyvault.domain.checkpoints import UNSIGNED_FOR
 from keyvault.domain.errors import KeyvaultError
 from keyvault.models import Change, Verifier, WebhookEndpoint
 from keyvault.services.secrets.backend import secret_backend
@@ -46,10 +47,7 @@ def _judge(health: SystemHealth, now: datetime) -> Iterator[tuple[str, str, str]
     yield "Secret backend", "ready" if backend.ready else backend.detail, "good" if backend.ready else "bad"
     yield "Verifiers", *_describe_verifiers(health.verifiers, now)
     yield "Workers and scheduler", *_describe_processes(health.processes, now)
-    if health.signed_at is None:
-        yield "Audit chain", "not signed yet", "wait"
-    else:
-        yield "Audit chain", _describe_signed(now - health.signed_at), "good"
+    yield "Audit chain", *_describe_audit(health, now)
     if failing:
         yield "Webhook delivery", f"{counted(failing, 'endpoint')} failing", "wait"
     else:
@@ -91,6 +89,16 @@ def _describe_processes(processes: Sequence[Seen], now: datetime) -> tuple[str, 
         return f"no {' and no '.join(missing)} runs{when}", "bad"
     lost = sum(not each.is_current for each in processes)
     return "running" if not lost else f"running, {lost} lost", "good" if not lost else "wait"
+
+
+def _describe_audit(health: SystemHealth, now: datetime) -> tuple[str, str]:
+    if health.broken:
+        return f"broken in {', '.join(sorted(health.broken))}; nothing is signed", "bad"
+    if health.unsigned_since is not None and now - health.unsigned_since > UNSIGNED_FOR:
+        return f"unsigned for {duration(now - health.unsigned_since)}", "bad"
+    if health.signed_at is None:
+        return "not signed yet", "wait"
+    return _describe_signed(now - health.signed_at), "good"
 
 
 def _state(text: str, tone: str) -> SafeString:
@@ -180,7 +188,7 @@ def _audit_table(request: HttpRequest, health: SystemHealth, now: datetime) -> T
         "Audit chain",
         ["scope", "state", "newest checkpoint"],
         [
-            [scope, _signed_badge(at, now), moment(at, missing="not signed yet")]
+            [scope, _signed_badge(at, now, is_broken=scope in health.broken), moment(at, missing="not signed yet")]
             for scope, at in sorted(health.signed.items())
         ],
         "This process serves no scope.",
@@ -188,7 +196,9 @@ def _audit_table(request: HttpRequest, health: SystemHealth, now: datetime) -> T
     )
 
 
-def _signed_badge(at: datetime | None, now: datetime) -> SafeString:
+def _signed_badge(at: datetime | None, now: datetime, *, is_broken: bool) -> SafeString:
+    if is_broken:
+        return badge("broken")
     if at is None:
         return badge("waiting")
     return badge("signed", "good" if now - at < _SIGNED_WITHIN else "dim")

@@ -174,12 +174,17 @@ def read_public_keys() -> tuple[dict[KeyName, bytes], dict[str, str]]:
 # --- signing ----------------------------------------------------------------------------------------------------
 
 
+def signing_lease(scope: str) -> str:
+    """Return the lease of a scope's signature. Its row has an error while the audit log is damaged."""
+    return f"audit:sign:{scope}"
+
+
 def _sign_scope(scope: PepperSet, now: datetime) -> int:
     """Sign the scope's changed chains, MAX_HEADS at a time; return the number of checkpoints."""
     newest_at = _find_newest_at(scope)
     if newest_at is not None and timedelta(0) <= now - newest_at < CHECKPOINT_EVERY:
         return 0
-    lease = leases.claim(f"audit:sign:{scope}", now)
+    lease = leases.claim(signing_lease(scope), now)
     if lease is None:
         return 0
     count = 0
@@ -192,6 +197,7 @@ def _sign_scope(scope: PepperSet, now: datetime) -> int:
                 break
     except IntegrityError as error:
         _log.error("the audit log is damaged: no checkpoint is signed", extra=_log_fields(scope, error))
+        leases.fail(lease, now, error.internal or error.detail)  # The console shows it.
     except KeyvaultError as error:
         _log.warning("a checkpoint of the audit log is delayed", extra=_log_fields(scope, error))
     finally:

@@ -8,8 +8,18 @@ from typing import Any
 from django.db.models import CharField, F, IntegerField, QuerySet, TextField, Value
 from django.db.models.functions import Cast
 
-from keyvault.models import AuditCheckpoint, DeliveryState, ServiceProcess, Verifier, WebhookDelivery, WebhookEndpoint
+from keyvault.models import (
+    AuditChain,
+    AuditCheckpoint,
+    DeliveryState,
+    ServiceProcess,
+    Verifier,
+    WebhookDelivery,
+    WebhookEndpoint,
+    WorkLease,
+)
 from keyvault.models.union_parts import limit_part
+from keyvault.services.audit.checkpoints import signing_lease
 from keyvault.services.peppers.ring import list_served_sets
 from keyvault.services.startup.processes import LOST_AFTER
 
@@ -36,6 +46,8 @@ class SystemHealth:
     Args:
         processes: workers and beats.
         signed: when the newest audit checkpoint of each served scope was signed; None: never.
+        broken: served scopes whose audit log does not match its checkpoints, as the worker found at its last signature.
+        unsigned_since: when the oldest unsigned audit entry of all served scopes was written; None: all are signed.
         failing_endpoints: ids of webhook endpoints with late deliveries or disabled after failures, of at most
             MAX_ROWS.
     """
@@ -43,6 +55,8 @@ class SystemHealth:
     verifiers: Sequence[Seen]
     processes: Sequence[Seen]
     signed: Mapping[str, datetime | None]
+    broken: Set[str]
+    unsigned_since: datetime | None
     failing_endpoints: Set[str]
 
     @property
@@ -57,6 +71,8 @@ def find_system_health(now: datetime) -> SystemHealth:
     scopes = [scope.value for scope in list_served_sets()]
     verifiers = Verifier.objects.filter(stopped_at__isnull=True)
     late = WebhookDelivery.objects.filter(state=DeliveryState.DUE, due_at__lt=now - _LATE_AFTER)
+    chains = AuditChain.objects.filter(unsigned_since__isnull=False)
+    leases = {signing_lease(scope): scope for scope in scopes}
     parts = [
         _rows("verifier", verifiers, "verifier_id", "seen_at", "staleness_ms"),
         _rows("process", ServiceProcess.objects.all(), "name", "seen_at"),
@@ -66,6 +82,11 @@ def find_system_health(now: datetime) -> SystemHealth:
             _rows("checkpoint", AuditCheckpoint.objects.filter(scope=scope).order_by("-number"), "scope", "at", most=1)
             for scope in scopes
         ),
+        *(
+            _rows("unsigned", chains.filter(scope=scope).order_by("unsigned_since"), "scope", "unsigned_since", most=1)
+            for scope in scopes
+        ),
+        _rows("broken", WorkLease.objects.filter(subject__in=leases).exclude(last_error=""), "subject", "due_at"),
     ]
     found = list(parts[0].union(*parts[1:], all=True))
     signed = {name: at for kind, name, at, _ in found if kind == "checkpoint"}
@@ -77,6 +98,8 @@ def find_system_health(now: datetime) -> SystemHealth:
         ],
         processes=[Seen(name, at, at >= now - LOST_AFTER) for kind, name, at, _ in found if kind == "process"],
         signed={scope: signed.get(scope) for scope in scopes},
+        broken={leases[name] for kind, name, _, _ in found if kind == "broken"},
+        unsigned_since=min((at for kind, _, at, _ in found if kind == "unsigned"), default=None),
         failing_endpoints={name for kind, name, _, _ in found if kind == "endpoint"},
     )
 

@@ -179,6 +179,11 @@ def pause(lease: Lease, now: datetime, error: str, *, seconds: int = 0) -> None:
     _reschedule(lease, now + timedelta(seconds=min(wanted, _MAX_BACKOFF_SECONDS - 2)), error, attempts=0)
 
 
+def fail(lease: Lease, now: datetime, error: str) -> None:
+    """Release the work after a failure that no pause repairs: it is due again at once, and its row has the error."""
+    _reschedule(lease, now, error)
+
+
 def _reschedule(lease: Lease, due_at: datetime, error: str, **changes: int) -> None:
     _own(lease).update(token="", until=None, due_at=due_at, due_since=None, last_error=error[:300], **changes)
 

@@ -2,10 +2,16 @@
 
 from typing import Any, cast
 
+import pytest
+from django.contrib import admin
 from django.test import RequestFactory
 
-from keyvault.admin.framework.attention import AttentionItem, attention_context
+from keyvault.admin.framework.attention import Attention, AttentionItem, attention_context, find_rows
+from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Line
+from keyvault.models import IssuanceRequest
+from tests.admin.desk import set_up_desk
+from tests.factories import request_key
 
 
 class FoundItem:
@@ -48,3 +54,24 @@ def test_alarm_about_a_row_beyond_the_first_lines_keeps_its_line() -> None:
 
 def test_alarms_of_one_kind_are_one_line_that_leads_to_the_list() -> None:
     assert shown(FoundItem("alarms", alarm(1), alarm(2))) == ["/alarms/"]
+
+
+@pytest.mark.database
+@pytest.mark.usefixtures("db")
+def test_rows_of_several_walks_are_found_once_and_shown_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: the page reads the first rows only, whatever selection found them, and counts all."""
+    desk = set_up_desk()
+    made = [request_key(desk.production, label=f"label-{number}", by=desk.tam).pk for number in range(4)]
+    request: Any = RequestFactory().get("/admin/")
+    request.console_operator, request.session = desk.approver, {}
+    rows, model_admin = IssuanceRequest.objects.order_by("created_at"), admin.site._registry[IssuanceRequest]
+    walks = [rows.filter(pk__in=made[2:]), rows.filter(pk__in=made[:3])]
+    item = Attention(cast(ConsoleModelAdmin, model_admin), "Keys", rows, "", walks=walks)
+    monkeypatch.setattr("keyvault.admin.framework.attention.MAX_LINES", 2)
+    ((_, ids),), _ = find_rows(request, [item])
+    assert sorted(ids) == sorted(made)
+    read = item.read(request, ids)
+    assert read.count == 4
+    assert [line.label[-7:] for line in read.lines] == ["label-0", "label-1"]
+    _, parameters = item.first_rows(request, [*ids, *map(str, range(100))], 2).query.sql_with_params()
+    assert len(parameters) <= 5

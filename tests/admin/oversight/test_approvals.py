@@ -120,6 +120,12 @@ def test_approvals_together_approve_nothing_if_one_was_changed(desk: Desk) -> No
     assert [state_of(row) for row in (kept, rejected, changed)] == ["pending", "rejected", "pending"]
 
 
+def test_approvals_review_names_the_requester_and_the_age(desk: Desk) -> None:
+    row = request_key(desk.production, label="backend", by=desk.tam)
+    shown = text_of(review(browser(desk.approver), row))
+    assert re.search(r"Requested by tam <time [^>]*>just now</time>", shown), shown
+
+
 @pytest.mark.parametrize("combined", ["", "0" * 64, None])
 def test_approvals_together_need_the_combined_digest(desk: Desk, combined: str | None) -> None:
     """Guarantee: without the digest over exactly these requests nothing is approved."""

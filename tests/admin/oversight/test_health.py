@@ -6,9 +6,11 @@ import pytest
 
 from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
-from keyvault.models import ServiceProcess, Verifier
+from keyvault.models import AuditChain, ServiceProcess, Verifier, WorkLease
+from keyvault.services.audit.checkpoints import signing_lease
 from tests.admin.desk import Desk, address, browser, text_of
 from tests.factories import make_operator, now
+from tests.services.rows import disable_triggers
 
 pytestmark = pytest.mark.database
 
@@ -38,3 +40,22 @@ def test_health_of_an_operator_of_one_merchant_has_only_webhooks(desk: Desk) -> 
     page = text_of(browser(limited).get(address("health")))
     assert "Webhook endpoints that fail" in page
     assert "fresh-1" not in page
+
+
+def test_overview_and_health_alarm_about_the_audit_chain(desk: Desk) -> None:
+    """Guarantee: an audit log that is unsigned for long or does not match its checkpoints is shown in red."""
+    client = browser(desk.auditor)
+
+    def audit_line() -> str:
+        return text_of(client.get("/admin/")).partition("<dt>Audit chain</dt>")[2].partition("</div>")[0]
+
+    assert "badge-wait" in audit_line()
+    disable_triggers()
+    AuditChain.objects.filter(unsigned_since__isnull=False).update(unsigned_since=now() - timedelta(hours=2))
+    assert "badge-bad" in audit_line()
+    assert "unsigned for 2 h" in audit_line()
+    WorkLease.objects.create(subject=signing_lease("sandbox"), last_error="entry 5 differs", due_at=now())
+    assert "broken in sandbox" in audit_line()
+    page = text_of(client.get(address("health")))
+    assert "Audit chain: broken in sandbox" in page
+    assert "badge-broken" in page

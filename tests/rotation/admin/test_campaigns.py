@@ -1,25 +1,31 @@
 """Campaigns in the console: requested, approved as shown, tracked by a progress bar, paused, resumed."""
 
 import re
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from django.db import connection
+from django.db.models import QuerySet
+from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.environments import Environment
-from keyvault.models import Account
+from keyvault.models import Account, Key, KeyUse
 from rotation.domain.events import RotationState as S
 from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import Proof
-from rotation.models import Campaign, CampaignState
+from rotation.models import Campaign, CampaignState, Rotation
 from rotation.services.campaigns.campaigns import get_campaign
 from rotation.services.campaigns.runner import tick
 from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
 from tests.clocks import Clock
 from tests.factories import account, issue, make_merchant, now
 from tests.rotation.campaigning import asked, become, oldest
+from tests.services.rows import disable_triggers
 
 C = CampaignState
+MAX_QUERIES = 12
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 
 FIELDS = {
@@ -110,6 +116,44 @@ def test_campaign_in_production_waits_on_the_front_page_of_whoever_may_approve(d
     many(2, clock, PRODUCTION)
     asked(clock, environment=PRODUCTION, by=desk.admin)
     assert "Campaigns to approve" in text_of(browser(desk.approver).get("/admin/"))
+
+
+def test_campaign_to_decide_shows_how_many_of_its_keys_are_in_use(desk: Desk, clock: Clock) -> None:
+    """Guarantee: the approver sees the use of the keys that the campaign replaces, by one bounded query."""
+    places = many(4, clock, PRODUCTION)
+    for place, ago in zip(places[:3], (0, 5, 40), strict=True):
+        KeyUse.objects.create(
+            key=Key.objects.get(credential__account=place),
+            first_at=now() - timedelta(days=50),
+            last_at=now() - timedelta(days=ago),
+        )
+    row = asked(clock, environment=PRODUCTION, by=desk.tam)
+    client, url = browser(desk.approver), address("rotation_campaign_change", row.pk)
+    client.get(url)
+    with CaptureQueriesContext(connection) as made:
+        page = text_of(client.get(url))
+    assert "1 of 4 keys in the last 24 hours, 2 in the last 30 days, 1 never used" in page
+    assert sum("SAVEPOINT" not in each["sql"] for each in made.captured_queries) <= MAX_QUERIES
+    assert "data-live" not in page
+
+
+def test_campaign_page_is_live_while_it_can_change(desk: Desk, clock: Clock) -> None:
+    """Guarantee: also while it waits, is paused or halted, and while its rotations go on after its end."""
+    many(2, clock)
+    row = asked(clock, pace=Pace(per_minute=12))
+    tick(clock.tick(5))
+    rows: QuerySet[Campaign] = QuerySet(Campaign)
+    rotations: QuerySet[Rotation] = QuerySet(Rotation)
+    disable_triggers()
+
+    def is_live(state: C, closed_at: datetime | None = None) -> bool:
+        rows.filter(pk=row.pk).update(state=state, closed_at=closed_at)
+        return "data-live" in page_of(desk.auditor, row)
+
+    assert all(is_live(state) for state in (C.AWAITING_APPROVAL, C.RUNNING, C.PAUSED, C.HALTED))
+    assert is_live(C.CANCELLED, now())
+    rotations.update(state=S.CANCELLED, closed_at=now())
+    assert not is_live(C.CANCELLED, now())
 
 
 def test_campaign_rejected_shows_the_requester_the_reason(desk: Desk, clock: Clock) -> None:

@@ -55,6 +55,7 @@ from keyvault.services.audit.signers import LOCAL, LocalSigner
 from keyvault.services.recording.audit_chain import verify_audit
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import secret_backend, vault_backend
+from keyvault.services.startup.system_health import find_system_health
 from keyvault.services.work import leases
 from tests.backends.vault.installation import InstalledVault, installed, serving_from
 from tests.factories import (
@@ -507,12 +508,18 @@ def test_sign_due_that_lost_its_lease_stops_comparing(written: Iterator[datetime
 def test_sign_due_of_a_log_that_contradicts_its_checkpoint_is_refused(
     written: Iterator[datetime], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rewritten log is never signed; each run logs the error again."""
+    """A rewritten log is never signed; each run logs the error again, and the console shows it until it is repaired."""
+    digest = AuditEntry.objects.values_list("hash", flat=True).get(chain_id=CHAIN, sequence=5)
     with tampering():
         AuditEntry.objects.filter(chain_id=CHAIN, sequence=5).update(hash=bytes(32))
     with caplog.at_level(logging.ERROR):
         assert sign_due(next(written)) == 0
     assert [record.getMessage() for record in caplog.records] == ["the audit log is damaged: no checkpoint is signed"]
+    assert find_system_health(now()).broken == {"sandbox"}
+    with tampering():
+        AuditEntry.objects.filter(chain_id=CHAIN, sequence=5).update(hash=digest)
+    assert sign_due(next(written)) == 1
+    assert find_system_health(now()).broken == set()
 
 
 @pytest.mark.sqlite
