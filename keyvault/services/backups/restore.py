@@ -20,7 +20,7 @@ from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.releases import RELEASE, parse_release
 from keyvault.domain.revocation_log import Opened
-from keyvault.models import ConsoleSession
+from keyvault.models import ConsoleSession, ServiceProcess
 from keyvault.services.backups.backup import DATABASE, KEYSTORE
 from keyvault.services.backups.databases import is_database_empty, write_database
 from keyvault.services.backups.keystores import check_keystore, extract_keystore, has_keystore, install_keystore
@@ -92,7 +92,10 @@ def restore_backup(path: Path, passphrase: Plaintext, *, is_replacing: bool) -> 
 
 
 def record_restore(grant: Grant, manifest: dict[str, Any]) -> None:
-    """Write the audit entry into the restored database, and end the sessions in it: some had ended since the backup."""
+    """Write the audit entry into the restored database. End its sessions: some had ended since the backup.
+
+    Forget its workers and beats: they are stopped, and a host of another name would report them as lost for days.
+    """
     with recorded(
         grant,
         Permission.INSTALLATION_MAINTAIN,
@@ -101,6 +104,7 @@ def record_restore(grant: Grant, manifest: dict[str, Any]) -> None:
         change_sequence=manifest["change_sequence"],
     ):
         ConsoleSession.objects.all().delete()
+        ServiceProcess.objects.all().delete()
 
 
 def _restore_keystore(archive: ArchiveReader, folder: Path) -> str:

@@ -46,18 +46,21 @@ found = AuditEntry.objects.filter(event__startswith="backup.").order_by("id")
 print(json.dumps(list(found.values_list("event", flat=True))))
 """
 
-SIGN_IN = """
-import json, django
+USE = """
+import django
 django.setup()
+from django.utils import timezone
+from keyvault.models import ServiceProcess
 from keyvault.services.sessions.store import SessionStore
 SessionStore().create()
+ServiceProcess.objects.create(name="worker host", kind="worker", seen_at=timezone.now())
 """
 
-COUNT_SESSIONS = """
+COUNT_ENDED = """
 import json, django
 django.setup()
-from keyvault.models import ConsoleSession
-print(json.dumps(ConsoleSession.objects.count()))
+from keyvault.models import ConsoleSession, ServiceProcess
+print(json.dumps([ConsoleSession.objects.count(), ServiceProcess.objects.count()]))
 """
 
 READ_MEMBERS = """
@@ -131,7 +134,7 @@ def drill_on_the_same_host(drill: Drill) -> None:
     host = drill.host
     created = host.run_json("-c", CREATE)
     assert host.run("-c", ANCHOR).returncode == 0
-    assert host.run("-c", SIGN_IN).returncode == 0
+    assert host.run("-c", USE).returncode == 0
     backup = drill.back_up()
     assert set(backup["members"]) == {"database", "keystore"}
     assert drill.restore(host, "--check").returncode == 0
@@ -163,7 +166,9 @@ def drill_on_the_same_host(drill: Drill) -> None:
     assert after["audit"] == "None"
     assert host.run("-c", START).returncode == 0
     assert host.run_json("-c", EVENTS) == ["backup.started", "backup.restored"]
-    assert host.run_json("-c", COUNT_SESSIONS) == 0, "a session that ended after the backup must not come back"
+    sessions, processes = host.run_json("-c", COUNT_ENDED)
+    assert sessions == 0, "a session that ended after the backup must not come back"
+    assert processes == 0, "a process of the former installation must not be reported as lost"
     again = json.loads(drill.restore(host, "--replace").stdout)
     assert (again["ready"], len(again["replayed"])) == (True, 5), "the restore is repeatable"
     assert host.run_json("-c", DUMP_STATE)["keys"] == before["keys"]
