@@ -86,6 +86,8 @@ def test_demo_tells_the_whole_story_and_cleans_up(demo: "subprocess.Popen[str]",
     text, _ = demo.communicate()
     assert demo.returncode == 0, text
     assert_all_held(text)
+    for operator in ("admin", "approver", "auditor", "responder", "tam"):
+        assert re.search(rf"\b{operator}: \S+, TOTP secret [A-Z2-7]{{32}}\b", text), operator
     assert_nothing_left(tmp_path)
 
 

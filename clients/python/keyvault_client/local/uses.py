@@ -118,7 +118,8 @@ class LocalUses:
 
 
 def format_time(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat()
+    """Return `2026-11-23T09:30:00Z` of a time in seconds since 1970."""
+    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _describe(key: UseKey, row: _CountedUse) -> dict[str, Any]:
