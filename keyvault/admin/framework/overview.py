@@ -28,11 +28,11 @@ class PartFinder:
     """How an app finds its part, limited to the chosen environments.
 
     Args:
-        select: returns rows whose ids are read, in the same query as those that need attention.
-        find: called with the ids of each selection. None: the operator may not see the part.
+        select: returns rows with the column that is read of each, in the same query as those that need attention.
+        find: called with the values of each selection, as texts. None: the operator may not see the part.
     """
 
-    select: Callable[[HttpRequest], Sequence[QuerySet[Any]]]
+    select: Callable[[HttpRequest], Sequence[tuple[QuerySet[Any], str]]]
     find: Callable[[HttpRequest, Sequence[Sequence[str]]], OverviewPart | None]
 
 
