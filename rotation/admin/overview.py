@@ -1,6 +1,6 @@
 """Rotations on the console's overview: those in progress, how many ended, and keys that should be. Two queries."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.overview import OverviewPart, PartFinder, format_bounded
 from keyvault.admin.framework.shown_environment import shown_scope
 from keyvault.admin.framework.widgets import Table, badge, duration, link
+from keyvault.admin.keys.overview import ACTIVE_KEYS
 from keyvault.domain.environments import Environment
 from keyvault.models import Operator
 from keyvault.models.row_count import RowCount
@@ -109,8 +110,8 @@ def _find_part(request: HttpRequest, found_values: Sequence[Sequence[str]]) -> O
     return OverviewPart(
         tiles=[
             Tile("Rotations this week", format_bounded(completed, MAX_ENDED), f"completed · {stalled}{more} stalled"),
-            *_overdue_tiles(days, numbers),
         ],
+        notes=_overdue_notes(days, numbers),
         section=Table(
             "Rotations in progress",
             ["Credential", "Environment", "State", "Progress", "Waiting for"],
@@ -121,14 +122,14 @@ def _find_part(request: HttpRequest, found_values: Sequence[Sequence[str]]) -> O
     )
 
 
-def _overdue_tiles(days: Mapping[Environment, int], numbers: Mapping[str, int]) -> Iterator[Tile]:
-    """Yield the number of keys that are older than the cryptoperiod of their environment's schedule."""
+def _overdue_notes(days: Mapping[Environment, int], numbers: Mapping[str, int]) -> dict[str, SafeString]:
+    """Return the number of active keys that are older than the cryptoperiod of their environment's schedule."""
     if not days:
-        return
+        return {}
     overdue = sum(numbers[f"overdue_{environment}"] for environment in days)
-    is_cut = any(numbers[f"old_{environment}"] > MAX_OVERDUE for environment in days)
-    page = link(reverse("admin:rotation_rotationschedule_calendar"), "Show calendar")
-    yield Tile("Keys past their cryptoperiod", f"{overdue:,}{'+' if is_cut else ''}", page)
+    more = "+" if any(numbers[f"old_{environment}"] > MAX_OVERDUE for environment in days) else ""
+    page = reverse("admin:rotation_rotationschedule_calendar")
+    return {ACTIVE_KEYS: link(page, f"{overdue:,}{more} past their cryptoperiod")}
 
 
 PART = PartFinder(_select, _find_part)
@@ -164,7 +165,7 @@ def _waiting_for(row: Rotation, now: datetime) -> SafeString | str:
     if row.deadline_at is None or row.state in {S.REVOKING, S.STALLED}:
         return what
     left = row.deadline_at - now
-    note = f"deadline passed {duration(-left)} ago" if left < timedelta() else f"{duration(left)} to the deadline"
+    note = f"deadline passed {duration(-left)} ago" if left < timedelta() else f"deadline in {duration(left)}"
     return format_html('{}<div class="quiet small">{}</div>', what, note)
 
 

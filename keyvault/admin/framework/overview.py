@@ -1,7 +1,7 @@
 """Parts of the overview that other apps add, and numbers as people read them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from django.db.models import QuerySet
@@ -16,10 +16,12 @@ class OverviewPart:
 
     Args:
         tiles: numbers, after those of keyvault.
+        notes: texts that are added to the notes of keyvault's tiles, by the tile's label.
         section: a `FactTable`, `Table` or `Card`, after those of keyvault; None: none.
     """
 
     tiles: Sequence[Tile] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
     section: Any = None
 
 

@@ -40,7 +40,7 @@ def test_overview_says_what_each_rotation_waits_for() -> None:
     for state, stalled_from, expected in WAITS:
         put_in(row, state, stalled_from)
         table = text_of(client.get("/admin/")).partition("Waiting for</th>")[2].partition("</table>")[0]
-        shown[state] = (expected in table, "to the deadline" in table)
+        shown[state] = (expected in table, "deadline in " in table)
     without_deadline = {S.REVOKING, S.STALLED}
     assert shown == {state: (True, state not in without_deadline) for state, _, _ in WAITS}
 
@@ -52,10 +52,9 @@ def test_overview_counts_keys_past_the_cryptoperiod_of_their_environment(monkeyp
     client = browser(make_operator("viewer", *Role))
 
     def tile() -> str:
-        shown = text_of(client.get("/admin/")).partition('aria-label="Keys past their cryptoperiod"')[2]
-        return shown.partition('class="tile-number">')[2].partition("<")[0]
+        return text_of(client.get("/admin/")).partition(" past their cryptoperiod")[0].rpartition(">")[2]
 
-    assert tile() == ""
+    assert " past their cryptoperiod" not in text_of(client.get("/admin/"))
     for name in ("globex", "initech"):
         make_merchant(name)
     late = [issue(desk.sandbox, label=f"late-{number}")[0] for number in range(2)]
@@ -77,4 +76,4 @@ def test_overview_counts_keys_past_the_cryptoperiod_of_their_environment(monkeyp
     monkeypatch.setattr("rotation.admin.overview.MAX_OVERDUE", 1)
     assert tile().endswith("+")
     limited = make_operator("limited", Role.KEY_ADMINISTRATOR, scope=AccessScope(frozenset({"acme"})))
-    assert "Keys past their cryptoperiod" not in text_of(browser(limited).get("/admin/"))
+    assert "past their cryptoperiod" not in text_of(browser(limited).get("/admin/"))
