@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -22,6 +23,7 @@ from django.http import (
     HttpResponseRedirect,
 )
 from django.urls import URLPattern, URLResolver, include, path, re_path, reverse
+from django.utils.html import format_html_join
 from django.views.decorators.cache import never_cache
 
 from keyvault.access.permissions import Permission
@@ -47,12 +49,12 @@ from keyvault.admin.framework.attention import (
     find_rows,
     menu_counts,
 )
-from keyvault.admin.framework.components import Tiles
+from keyvault.admin.framework.components import Tile, Tiles
 from keyvault.admin.framework.enforcement import grant_for, operator_of
 from keyvault.admin.framework.menu import ENTRIES, ConsolePage, Section, build_menu, page_route
 from keyvault.admin.framework.middleware import ViewT, open_before_sign_in
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
-from keyvault.admin.framework.overview import PartFinder
+from keyvault.admin.framework.overview import OverviewPart, PartFinder
 from keyvault.admin.framework.pages import live_page, page, problem_page
 from keyvault.admin.framework.plain_pages import CONTENT_SECURITY_POLICY
 from keyvault.admin.framework.row_search import find_ids
@@ -348,7 +350,8 @@ class ConsoleSite(AdminSite):
             for finder, rows in finders
             if (part := finder.find(request, list(islice(others, len(rows))))) is not None
         ]
-        tiles = [*context.get("tiles", ()), *(tile for part in parts for tile in part.tiles)]
+        tiles = [_with_notes(tile, parts) for tile in context.get("tiles", ())]
+        tiles += [tile for part in parts for tile in part.tiles]
         context["tiles"] = Tiles(tiles) if tiles else ""
         context["sections"] = [part.section for part in parts if part.section is not None]
         return live_page(self, request, "index", context, seconds=REFRESH_SECONDS)
@@ -423,6 +426,11 @@ class ConsoleSite(AdminSite):
 
     def _model_admins(self) -> list[ConsoleModelAdmin]:
         return [model_admin for model_admin in self._registry.values() if isinstance(model_admin, ConsoleModelAdmin)]
+
+
+def _with_notes(tile: Tile, parts: Sequence[OverviewPart]) -> Tile:
+    notes = [part.notes[tile.label] for part in parts if tile.label in part.notes]
+    return replace(tile, note=format_html_join(" · ", "{}", ((note,) for note in (tile.note, *notes))))
 
 
 def _with_csp(response: ResponseT) -> ResponseT:

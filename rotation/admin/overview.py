@@ -1,25 +1,33 @@
-"""Rotations on the console's overview: those in progress, and how many ended in the last week. Two queries."""
+"""Rotations on the console's overview: those in progress, how many ended, and keys that should be. Two queries."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest
+from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.components import Segments, Tile
-from keyvault.admin.framework.enforcement import operator_of
+from keyvault.admin.framework.enforcement import may, operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.overview import OverviewPart, PartFinder, format_bounded
+from keyvault.admin.framework.shown_environment import shown_scope
 from keyvault.admin.framework.widgets import Table, badge, duration, link
+from keyvault.admin.keys.overview import ACTIVE_KEYS
+from keyvault.domain.environments import Environment
+from keyvault.models import Operator
+from keyvault.models.row_count import RowCount
 from rotation.admin.rotation_progress import in_words
 from rotation.admin.rotation_sections import steps_of
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import Proof
 from rotation.models import Rotation
+from rotation.services.schedules.overdue import MAX_OVERDUE, overdue_counts, select_period
 
 MAX_SHOWN = 6
 """Maximum rotations that are shown."""
@@ -56,21 +64,33 @@ def _rows_shown(request: HttpRequest, rotations: ConsoleModelAdmin) -> QuerySet[
     )
 
 
-def _select(request: HttpRequest) -> Sequence[QuerySet[Any]]:
-    """Select the first rotations of each state, by the index of states: sorting all open ones would read each."""
+def _select(request: HttpRequest) -> Sequence[tuple[QuerySet[Any], str]]:
+    """Select the first rotations of each state, by the index of states: sorting all open ones would read each.
+
+    Then the cryptoperiod of each shown environment, if the operator may see the numbers of all keys.
+    """
     rotations = _rotations()
     if not rotations.has_view_permission(request):
         return []
     rows = _rows_shown(request, rotations)
-    return [rows.filter(state=state).order_by("created_at")[:MAX_SHOWN] for state in _SHOWN_STATES]
+    first = [(rows.filter(state=state).order_by("created_at")[:MAX_SHOWN], "pk") for state in _SHOWN_STATES]
+    return [*first, *((select_period(environment), "cryptoperiod_days") for environment in _counted_in(request))]
 
 
-def _find_part(request: HttpRequest, ids: Sequence[Sequence[str]]) -> OverviewPart | None:
+def _counted_in(request: HttpRequest) -> list[Environment]:
+    """Return the environments of which the operator sees the numbers of all keys."""
+    if operator_of(request).scope.merchants is not None or not may(request, P.KEYS_READ):
+        return []
+    return sorted(shown_scope(request).environments)
+
+
+def _find_part(request: HttpRequest, found_values: Sequence[Sequence[str]]) -> OverviewPart | None:
     rotations = _rotations()
     if not rotations.has_view_permission(request):
         return None
     now = datetime.now(UTC)
     rows = _rows_shown(request, rotations)
+    ids, periods = found_values[: len(_SHOWN_STATES)], found_values[len(_SHOWN_STATES) :]
     selected = [pk for each in ids for pk in each]
     shown = selected[:MAX_SHOWN]
     found: Sequence[Rotation] = list(
@@ -78,13 +98,20 @@ def _find_part(request: HttpRequest, ids: Sequence[Sequence[str]]) -> OverviewPa
     )
     listed = sorted(found, key=lambda row: shown.index(row.pk))
     recent = rows.filter(state=S.COMPLETED, created_at__gte=now - _WEEK).values("pk")
-    completed = recent.order_by("created_at")[: MAX_ENDED + 1].count()
+    counted_in = zip(_counted_in(request), periods, strict=True)
+    days = {environment: int(found[0]) for environment, found in counted_in if found}
+    counts = {"completed": RowCount(recent.order_by("created_at")[: MAX_ENDED + 1])} | overdue_counts(days, now)
+    # One query for all numbers, of which each is a column of the operator's row.
+    operator = Operator.objects.filter(username=operator_of(request).username)
+    numbers = dict(zip(counts, operator.values_list(*counts.values()).get(), strict=True))
+    completed = numbers["completed"]
     stalled = len(ids[_SHOWN_STATES.index(S.STALLED)])
     more = "+" if stalled >= MAX_SHOWN else ""
     return OverviewPart(
         tiles=[
-            Tile("Rotations this week", format_bounded(completed, MAX_ENDED), f"completed · {stalled}{more} stalled")
+            Tile("Rotations this week", format_bounded(completed, MAX_ENDED), f"completed · {stalled}{more} stalled"),
         ],
+        notes=_overdue_notes(days, numbers),
         section=Table(
             "Rotations in progress",
             ["Credential", "Environment", "State", "Progress", "Waiting for"],
@@ -93,6 +120,16 @@ def _find_part(request: HttpRequest, ids: Sequence[Sequence[str]]) -> OverviewPa
             link(rotations.list_url(), "Show all" if len(selected) > MAX_SHOWN else "All rotations"),
         ),
     )
+
+
+def _overdue_notes(days: Mapping[Environment, int], numbers: Mapping[str, int]) -> dict[str, SafeString]:
+    """Return the number of active keys that are older than the cryptoperiod of their environment's schedule."""
+    if not days:
+        return {}
+    overdue = sum(numbers[f"overdue_{environment}"] for environment in days)
+    more = "+" if any(numbers[f"old_{environment}"] > MAX_OVERDUE for environment in days) else ""
+    page = reverse("admin:rotation_rotationschedule_calendar")
+    return {ACTIVE_KEYS: link(page, f"{overdue:,}{more} past their cryptoperiod")}
 
 
 PART = PartFinder(_select, _find_part)
@@ -128,7 +165,7 @@ def _waiting_for(row: Rotation, now: datetime) -> SafeString | str:
     if row.deadline_at is None or row.state in {S.REVOKING, S.STALLED}:
         return what
     left = row.deadline_at - now
-    note = f"deadline passed {duration(-left)} ago" if left < timedelta() else f"{duration(left)} to the deadline"
+    note = f"deadline passed {duration(-left)} ago" if left < timedelta() else f"deadline in {duration(left)}"
     return format_html('{}<div class="quiet small">{}</div>', what, note)
 
 

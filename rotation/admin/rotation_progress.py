@@ -215,7 +215,7 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
             for name, user in zip(names, users, strict=True)
         ],
         empty="No source has used it yet.",
-        aside=format_html("{}{}", _csv_button(users) if users else "", every_use),
+        aside=format_html("{} {}", _csv_button(users) if users else "", every_use),
     )
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from django.http import HttpRequest
 from keyvault.access.permissions import Permission
 from keyvault.access.rules import operation
 from keyvault.admin.framework.enforcement import operator_of
-from keyvault.admin.framework.row_search import find_ids
+from keyvault.admin.framework.row_search import find_values
 from keyvault.admin.framework.shown_environment import environment_of
 from keyvault.admin.framework.widgets import Line
 
@@ -157,15 +157,15 @@ _MAX_KEPT = 1_000
 
 
 def find_rows(
-    request: HttpRequest, items: Sequence[Attention], others: Sequence[QuerySet[Any]] = ()
+    request: HttpRequest, items: Sequence[Attention], others: Sequence[tuple[QuerySet[Any], str]] = ()
 ) -> tuple[FoundAttention, list[list[str]]]:
     """Return each item with the ids of its first rows, at most MAX_ROWS + 1 of each selection, by one query.
 
     Args:
-        others: further selections, whose ids are returned, too.
+        others: further selections, each with the column that is returned of it, too.
     """
     walks = [item.limited_walks(request) for item in items]
-    found = iter(find_ids([*chain.from_iterable(walks), *others], MAX_ROWS + 1))
+    found = iter(find_values([*((rows, "pk") for each in walks for rows in each), *others], MAX_ROWS + 1))
     return [(item, _merge(list(islice(found, len(each))))) for item, each in zip(items, walks, strict=True)], [*found]
 
 

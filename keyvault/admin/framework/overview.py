@@ -1,7 +1,7 @@
 """Parts of the overview that other apps add, and numbers as people read them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from django.db.models import QuerySet
@@ -16,10 +16,12 @@ class OverviewPart:
 
     Args:
         tiles: numbers, after those of keyvault.
+        notes: texts that are added to the notes of keyvault's tiles, by the tile's label.
         section: a `FactTable`, `Table` or `Card`, after those of keyvault; None: none.
     """
 
     tiles: Sequence[Tile] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
     section: Any = None
 
 
@@ -28,11 +30,11 @@ class PartFinder:
     """How an app finds its part, limited to the chosen environments.
 
     Args:
-        select: returns rows whose ids are read, in the same query as those that need attention.
-        find: called with the ids of each selection. None: the operator may not see the part.
+        select: returns rows with the column that is read of each, in the same query as those that need attention.
+        find: called with the values of each selection, as texts. None: the operator may not see the part.
     """
 
-    select: Callable[[HttpRequest], Sequence[QuerySet[Any]]]
+    select: Callable[[HttpRequest], Sequence[tuple[QuerySet[Any], str]]]
     find: Callable[[HttpRequest, Sequence[Sequence[str]]], OverviewPart | None]
 
 

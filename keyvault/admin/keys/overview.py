@@ -24,6 +24,9 @@ from keyvault.services.usage.totals import SLOT, read_totals, start_of_slot
 REFRESH_SECONDS = 5
 """Interval between two updates of the overview, in seconds."""
 
+ACTIVE_KEYS = "Active keys"
+"""Label of the tile with the number of active keys."""
+
 MAX_KEYS = 20_000
 """Maximum active keys that are counted."""
 
@@ -113,7 +116,7 @@ def _active_keys(request: HttpRequest) -> Tile:
     active = Key.objects.filter(account_environment__in=scope.environments, state=KeyState.ACTIVE)
     count = active.order_by("account_environment", "activated_at").values("pk")[: MAX_KEYS + 1].count()
     url = reverse("admin:keyvault_key_changelist") + "?state__exact=active"
-    return Tile("Active keys", format_bounded(count, MAX_KEYS), link(url, "Show keys"))
+    return Tile(ACTIVE_KEYS, format_bounded(count, MAX_KEYS), link(url, "Show keys"))
 
 
 def _denials(request: HttpRequest, now: datetime) -> dict[str, Any]:

@@ -1,12 +1,21 @@
 """Rotations on the console's overview."""
 
-import pytest
+from datetime import timedelta
 
+import pytest
+from django.db.models import QuerySet
+
+from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.keys import KeyKind
+from keyvault.models import Key
 from rotation.domain.events import RotationState as S
+from rotation.services.schedules import overdue
+from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_schedule
 from tests.admin.desk import browser, set_up_desk, text_of
-from tests.factories import make_operator
+from tests.factories import SANDBOX, account, grant, issue, make_merchant, make_operator, now
+from tests.services.rows import disable_triggers
 
 from .test_full_pages import make_full_rotation, put_in
 
@@ -31,6 +40,40 @@ def test_overview_says_what_each_rotation_waits_for() -> None:
     for state, stalled_from, expected in WAITS:
         put_in(row, state, stalled_from)
         table = text_of(client.get("/admin/")).partition("Waiting for</th>")[2].partition("</table>")[0]
-        shown[state] = (expected in table, "to the deadline" in table)
+        shown[state] = (expected in table, "deadline in " in table)
     without_deadline = {S.REVOKING, S.STALLED}
     assert shown == {state: (True, state not in without_deadline) for state, _, _ in WAITS}
+
+
+@pytest.mark.usefixtures("db")
+def test_overview_counts_keys_past_the_cryptoperiod_of_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: only active private keys to which the schedule of the environment applies are counted."""
+    desk = set_up_desk()
+    client = browser(make_operator("viewer", *Role))
+
+    def tile() -> str:
+        return text_of(client.get("/admin/")).partition(" past their cryptoperiod")[0].rpartition(">")[2]
+
+    assert " past their cryptoperiod" not in text_of(client.get("/admin/"))
+    for name in ("globex", "initech"):
+        make_merchant(name)
+    late = [issue(desk.sandbox, label=f"late-{number}")[0] for number in range(2)]
+    public, elsewhere, own = (
+        issue(desk.sandbox, kind=KeyKind.PUBLIC),
+        issue(desk.production),
+        issue(account("globex", SANDBOX)),
+    )
+    issue(account("initech", SANDBOX))
+    disable_triggers()
+    keys: QuerySet[Key] = QuerySet(Key)
+    old = [key.pk for key in (*late, public[0], elsewhere[0], own[0])]
+    keys.filter(pk__in=old).update(activated_at=now() - timedelta(days=100))
+    author, globex = make_operator("author", *Role), account("globex", SANDBOX)
+    save_schedule(grant(author, P.SCHEDULES_WRITE), Scope(SANDBOX), ScheduleDraft(90))
+    save_schedule(grant(author, P.SCHEDULES_WRITE, globex), Scope(SANDBOX, globex), ScheduleDraft(365))
+    assert tile() == "2"
+    monkeypatch.setattr(overdue, "MAX_OVERDUE", 1)
+    monkeypatch.setattr("rotation.admin.overview.MAX_OVERDUE", 1)
+    assert tile().endswith("+")
+    limited = make_operator("limited", Role.KEY_ADMINISTRATOR, scope=AccessScope(frozenset({"acme"})))
+    assert "past their cryptoperiod" not in text_of(browser(limited).get("/admin/"))
