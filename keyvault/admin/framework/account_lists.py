@@ -53,9 +53,9 @@ class AccountList:
     def table(self, account: Account, rows: Sequence[ListedRow]) -> Table:
         """Return the table of an account. `rows`: in any order, and one more than are shown if there are more."""
         newest = sorted(rows, key=lambda row: (row.at is not None, row.at), reverse=True)[:MAX_ROWS]
-        title = f"{self.title}: the newest {MAX_ROWS}" if len(rows) > MAX_ROWS else self.title
+        title = f"{self.title} in {account.environment}"
         return Table(
-            title,
+            f"{title}: the newest {MAX_ROWS}" if len(rows) > MAX_ROWS else title,
             self.columns,
             [self.cells(row) for row in newest],
             empty=self.empty,

@@ -103,14 +103,17 @@ def activity_cards(request: HttpRequest, account: Account, about: Collection[str
 
 def account_activity(request: HttpRequest, accounts: Sequence[Account]) -> dict[int, Card]:
     """Return a card with the newest entries of each account, by its id, where the operator may read them. One query."""
-    chains = {_chain_of(each): each.pk for each in accounts if may(request, P.AUDIT_READ, each)}
+    chains = {_chain_of(each): each for each in accounts if may(request, P.AUDIT_READ, each)}
     newest = [limit_part(_newest_of(chain), MAX_SHOWN) for chain in chains]
     rows = sorted(newest[0].union(*newest[1:], all=True), key=lambda row: -row.sequence) if newest else []
     found: dict[str, list[FeedEntry]] = {chain: [] for chain in chains}
     for entry in rows:
         found[entry.chain_id].append(_feed_entry(entry))
     empty = "No audit entries of the account yet."
-    return {pk: Card("Activity", Feed(found[chain], empty), _ASIDE) for chain, pk in chains.items()}
+    return {
+        account.pk: Card(f"Activity in {account.environment}", Feed(found[chain], empty), _ASIDE)
+        for chain, account in chains.items()
+    }
 
 
 def _list_entries(account: Account, about: Collection[str]) -> Iterator[FeedEntry]:

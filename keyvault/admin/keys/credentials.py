@@ -191,7 +191,7 @@ class CredentialAdmin(ConsoleModelAdmin):
             return {}
         rows = list(_read_newest(accounts))
         found = {account.pk: [row for row in rows if row.account_id == account.pk] for account in accounts}
-        shown = [row for each in found.values() for row in each[:MAX_CREDENTIALS]]
+        shown = [row for each in found.values() for row in each]
         living = Key.objects.select_related("use").exclude(state__in=DEAD_STATES).order_by("-created_at")
         prefetch_related_objects(shown, Prefetch("keys", living))
         lines = sparklines_of({row.pk: [key.key_id for key in row.keys.all()] for row in shown})
@@ -199,7 +199,13 @@ class CredentialAdmin(ConsoleModelAdmin):
         for other in self.other_admins():
             dates |= other.find_key_dates(request, shown)
         return {
-            account.pk: _credentials_table(found[account.pk], lines, dates, self._list_link(account, found[account.pk]))
+            account.pk: Table(
+                f"Credentials in {account.environment}",
+                ["credential", "age", "last use", "next rotation"],
+                [_credential_cells(row, lines[row.pk], dates.get(row.pk)) for row in found[account.pk]],
+                empty="No credentials yet. Request a key to create one.",
+                aside=self._list_link(account, found[account.pk]),
+            )
             for account in accounts
         }
 
@@ -224,25 +230,14 @@ def _read_newest(accounts: Sequence[Account]) -> Iterable[Any]:
         yield row
 
 
-def _credentials_table(
-    rows: Sequence[Credential], lines: Mapping[str, Sparkline], dates: Mapping[str, KeyDates], all_rows: Any
-) -> Table:
-    return Table(
-        "Credentials",
-        ["credential", "age", "last use", "next rotation"],
-        [_credential_cells(row, lines[row.pk], dates.get(row.pk)) for row in rows],
-        empty="No credentials yet. Request a key to create one.",
-        aside=all_rows,
-    )
-
-
 def _credential_cells(row: Credential, line: Sparkline, dates: KeyDates | None) -> list[Any]:
     """Return the age of the newest key, and the uses of all usable keys: a rotation's old key may be in use."""
     url, usable = reverse("admin:keyvault_credential_change", args=[row]), row.keys.all()
     others = [badge(key.state) for key in usable if key.state != KeyState.ACTIVE]
-    active = counted(len(usable) - len(others), "active key")
-    states = format_html("{}, {} {}", row.kind, active, format_html_join(" ", "{}", ((each,) for each in others)))
-    name = noted(link(url, row.label or row), states)
+    count = len(usable) - len(others)
+    kind = row.kind if count == 1 else f"{row.kind}, {counted(count, 'active key')}"
+    states = format_html_join("", " {}", ((each,) for each in others))
+    name = noted(link(url, row.label or row), format_html("{}{}", kind, states))
     newest = next(iter(usable), None)
     if newest is None:
         return [name, NOTHING, NOTHING, NOTHING]

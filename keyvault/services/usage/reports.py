@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from django.db.models import DateTimeField, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum, Value
+from django.db.models import DateTimeField, Max, Min, OuterRef, Q, Subquery, Sum, Value
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.sources import OCCASION, OTHERS, Minutes, find_longest_gap, name_source, network_of
@@ -186,7 +186,7 @@ def first_of_each_outcome(users: Iterable[KeyUser], limit: int) -> list[KeyUser]
 def has_more_users(key_id: str, *, outcomes: Collection[UseOutcome] = TRACES, limit: int | None = None) -> bool:
     """Whether a key has more contexts of one of these outcomes than `limit`; None: than the lists read."""
     limit = MAX_READ if limit is None else limit
-    found = read_contexts([(contexts_of(key_id, outcome), limit + 1) for outcome in outcomes])
+    found = read_contexts([ContextPart(key_id, outcome, limit + 1) for outcome in outcomes])
     return any(count > limit for count in Counter(each.outcome for each in found.values()).values())
 
 
@@ -238,26 +238,45 @@ def list_context_users(contexts: Iterable[UseContext], uses: ContextUses) -> lis
     return users
 
 
-ContextPart = tuple[QuerySet[UseContext], int]
-"""Contexts, and how many of them to read."""
+@dataclass(frozen=True, slots=True)
+class ContextPart:
+    """Which contexts of a key and an outcome to read: the newest or the oldest, up to `most`."""
+
+    key_id: str
+    outcome: UseOutcome
+    most: int
+    is_newest: bool = True
 
 
 def parts_of_users(key_id: str, outcomes: Collection[UseOutcome], *, spare: int = 0) -> list[ContextPart]:
     """Select the contexts of a key that are listed: MAX_READ of each outcome, and `spare` more of the newest."""
     half = MAX_READ // 2
-    each = [contexts_of(key_id, outcome) for outcome in outcomes]
-    return [part for rows in each for part in ((rows.order_by("pk"), half), (rows.order_by("-pk"), half + spare))]
+    oldest = [ContextPart(key_id, outcome, half, is_newest=False) for outcome in outcomes]
+    return [*oldest, *(ContextPart(key_id, outcome, half + spare) for outcome in outcomes)]
 
 
-def contexts_of(key_id: str, outcome: UseOutcome) -> QuerySet[UseContext]:
-    """Return a key's contexts of one outcome, which an index has in the order of their ids."""
-    return UseContext.objects.filter(key=key_id, outcome=outcome)
+# An index has a key's contexts of one outcome in the order of their ids.
+_PART = """
+    SELECT * FROM (
+        SELECT id, key_id, outcome, source, user_agent, endpoint, origin FROM keyvault_usecontext
+        WHERE key_id = %s AND outcome = %s ORDER BY id {order} LIMIT %s
+    ) AS part
+"""
+_NEWEST, _OLDEST = _PART.format(order="DESC"), _PART.format(order="ASC")
 
 
 def read_contexts(parts: Iterable[ContextPart]) -> dict[int, UseContext]:
-    """Read the first contexts of each part, by their ids, by one query."""
-    limited = [limit_part(part, most) for part, most in parts]
-    return {row.pk: row for row in limited[0].union(*limited[1:], all=True)} if limited else {}
+    """Read the contexts of each part, by their ids, by one query.
+
+    A chart has many parts: Django would take longer to compile their union than the database to run it.
+    """
+    statements, values = list[str](), list[str | int]()
+    for part in parts:
+        statements.append(_NEWEST if part.is_newest else _OLDEST)
+        values += [part.key_id, part.outcome.value, part.most]
+    if not statements:
+        return {}
+    return {row.pk: row for row in UseContext.objects.raw(" UNION ALL ".join(statements), values)}
 
 
 MAX_SOURCES = 1_000

@@ -12,8 +12,8 @@ from keyvault.models import UseBucket
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
 from keyvault.services.usage.reports import (
     MAX_READ,
+    ContextPart,
     KeyUser,
-    contexts_of,
     list_context_users,
     parts_of_users,
     read_contexts,
@@ -95,7 +95,7 @@ def read_traffic(
     share = max(MAX_CONTEXTS // len(pairs), 1) if pairs else 0
     # The newest contexts of the users that are listed include those that the chart adds up.
     others = [pair for pair in pairs if pair[0] not in users_of or pair[1] not in outcomes]
-    newest = [(contexts_of(*pair).order_by("-pk"), share) for pair in others]
+    newest = [ContextPart(*pair, share) for pair in others]
     parts = [part for key_id in users_of for part in parts_of_users(key_id, outcomes, spare=1)]
     contexts = read_contexts([*newest, *parts])
     groups: dict[tuple[str, UseOutcome], list[int]] = {}

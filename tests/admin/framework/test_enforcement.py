@@ -90,6 +90,7 @@ MATRIX: dict[str, frozenset[P]] = {
     "health": frozenset({P.KEYS_READ}),
     "choices_merchants": frozenset({P.MERCHANTS_READ}),
     "choices_credentials": frozenset({P.KEYS_READ}),
+    "choices_actors": frozenset({P.AUDIT_READ}),
     "choices_calendars": frozenset({P.ROTATIONS_READ}),
     "keyvault_merchant_changelist": frozenset({P.MERCHANTS_READ}),
     "keyvault_merchant_change": frozenset({P.MERCHANTS_READ}),
