@@ -35,6 +35,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "recorded data could not be written at exit": "process.exit_incomplete",
         # Use
         "usage could not be written; it is kept for the next attempt": "usage.not_written",
+        "the last uses could not be written; another process writes those in its file": "usage.last_not_written",
         "unreported uses cannot be kept in a file; if this process is killed, silence restarts": "usage.not_kept",
         "uses of a killed process could not be reported; the next round repeats it": "usage.not_reported",
         "reported the uses of a killed process": "usage.reported",

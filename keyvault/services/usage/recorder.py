@@ -204,7 +204,7 @@ class UsageLog(BackgroundThread):
     def _finish(self) -> None:
         file, is_reported = self._file, False
         try:
-            with log_failure(_log, "the last uses could not be reported; another process reports those in the file"):
+            with log_failure(_log, "the last uses could not be written; another process writes those in its file"):
                 self.flush(is_final=True)
                 is_reported = True
         finally:
