@@ -1,9 +1,8 @@
 """Page access: every address of the console, for every role, by GET and by POST."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from django.contrib import admin
@@ -14,7 +13,6 @@ from django.db import transaction
 from django.db.models import Model
 from django.http import HttpResponse
 from django.test import Client, RequestFactory
-from django.urls import URLPattern, URLResolver
 
 from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
@@ -51,7 +49,7 @@ from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_calendar, save_schedule
 from rotation.services.schedules.standing_approvals import request_standing_approval
-from tests.admin.desk import Desk, browser, make_endpoint, make_refusal, with_password
+from tests.admin.desk import Desk, browser, list_routes, make_endpoint, make_refusal, with_password
 from tests.factories import (
     PRODUCTION,
     SANDBOX,
@@ -245,16 +243,6 @@ OPEN = frozenset({"login", "logout", "second_factor", "invitation", "single_sign
 REFUSED, TO_LOGIN = 403, 302
 
 
-def patterns(urls: Any, prefix: str = "/admin/") -> Iterator[tuple[str, str]]:
-    """Yield each name with its path, as the site routes it."""
-    for pattern in urls:
-        path = prefix + str(pattern.pattern).lstrip("^")
-        if isinstance(pattern, URLResolver):
-            yield from patterns(pattern.url_patterns, path)
-        elif isinstance(pattern, URLPattern):
-            yield pattern.name or "everything else", path
-
-
 def every_row(desk: Desk) -> dict[str, Model]:
     """Return one row of each model, by its label, requested by `tam`."""
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
@@ -328,7 +316,7 @@ def every_row(desk: Desk) -> dict[str, Model]:
 def every_address(desk: Desk) -> list[tuple[str, str]]:
     rows = every_row(desk)
     found = []
-    for name, path in patterns(admin.site.get_urls()):
+    for name, path in list_routes():
         path = path.replace("(?P<url>.*)$", "no/such/page/")
         path = path.replace("<int:factor_id>", "1")
         path = path.replace("<int:sequence>", str(last_sequence(cast(Key, rows["keyvault_key"]))))
@@ -352,7 +340,7 @@ def statuses(client: Client, path: str) -> dict[str, int]:
 
 def test_enforcement_every_address_is_in_the_matrix() -> None:
     """A new page of the console must be added to the matrix."""
-    names = {name for name, _ in patterns(admin.site.get_urls())}
+    names = {name for name, _ in list_routes()}
     assert names == {*MATRIX, *OPEN}
 
 
