@@ -2,14 +2,16 @@
 
 import html
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from django.conf import settings
+from django.contrib import admin
 from django.db import connection
 from django.test import Client
-from django.urls import reverse
+from django.urls import URLPattern, URLResolver, reverse
 
 from keyvault.access import principals
 from keyvault.access.endpoints import EndpointDraft
@@ -116,6 +118,16 @@ def pass_second_factor(client: Client, at: datetime) -> None:
 def address(page: str, *ids: object) -> str:
     """Return the address of a page by its name, such as `keyvault_key_revoke`, and ids."""
     return reverse(f"admin:{page}", args=[str(each) for each in ids])
+
+
+def list_routes(urls: Any = None, prefix: str = "/admin/") -> Iterator[tuple[str, str]]:
+    """Yield the name of each page with its path, as the console routes it. `urls`: by default all."""
+    for pattern in admin.site.get_urls() if urls is None else urls:
+        path = prefix + str(pattern.pattern).lstrip("^")
+        if isinstance(pattern, URLResolver):
+            yield from list_routes(pattern.url_patterns, path)
+        elif isinstance(pattern, URLPattern):
+            yield pattern.name or "everything else", path
 
 
 def hidden(response: Any, name: str) -> str:

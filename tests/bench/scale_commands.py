@@ -373,16 +373,13 @@ def _reporter() -> Iterator[Callable[[], None]]:
 
 def _measure_pages(samples: "Samples") -> Iterator[dict[str, Any]]:
     """Measure each list and form, and each page of one object."""
-    from django.contrib import admin
-
     from keyvault.access.roles import Role
-    from tests.admin.desk import browser
-    from tests.admin.framework.test_enforcement import patterns
+    from tests.admin.desk import browser, list_routes
     from tests.factories import make_operator
 
     _allow_test_host()
     client, ids = browser(make_operator("console", *Role)), _list_ids(samples)
-    for name, path in patterns(admin.site.get_urls()):
+    for name, path in list_routes():
         model = "_".join(name.split("_")[:2])
         if name in {"login", "logout", "everything else"} or ("<str:object_id>" in path and ids.get(model) is None):
             continue

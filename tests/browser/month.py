@@ -18,17 +18,22 @@ from typing import Any
 
 from django.core.management import call_command
 
+from keyvault.access.endpoints import EndpointDraft
 from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
-from keyvault.access.principals import HOST, OperatorPrincipal
+from keyvault.access.principals import HOST, OperatorPrincipal, Principal
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
+from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.models import Key, Operator, Refusal, UsageReporter, UsageTotal
+from keyvault.models import IssuanceRequest, Key, Operator, Refusal, UsageReporter, UsageTotal
 from keyvault.models.usage import UseOutcome
-from keyvault.services.limits.overrides import set_account_limit
+from keyvault.services.catalog.endpoints import add_endpoint as add_catalog_endpoint
+from keyvault.services.issuance.requests import collect_key
+from keyvault.services.keys.recipient_keys import set_recipient_key
+from keyvault.services.limits.overrides import set_account_limit, set_endpoint_limit
 from keyvault.services.merchants.merchants import create_merchant
 from keyvault.services.operator_changes import request_factor_reset
 from keyvault.services.secrets.provider_connections import set_connection
@@ -40,16 +45,19 @@ from rotation.domain.pacing import Pace
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.domain.states import CLOSED
 from rotation.domain.windows import Window
-from rotation.models import Rotation
+from rotation.models import Campaign, Rotation, RotationSchedule
 from rotation.services.campaigns.campaigns import request_campaign
 from rotation.services.campaigns.runner import tick
 from rotation.services.rotations.emergency import respond_to_leak
 from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_calendar, save_schedule
+from rotation.services.schedules.standing_approvals import request_standing_approval
 from rotation.services.schedules.starting import begin_due
 from tests.clocks import Clock
-from tests.factories import account, grant, issue, make_token, request_key, the_operator
+from tests.factories import account, approve, grant, issue, issue_request, make_token, request_key, the_operator
+from tests.rotation.scene import RECIPIENT, holder_of
 
 SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 MINUTE, STEP, HOUR, DAY = timedelta(minutes=1), timedelta(minutes=5), timedelta(hours=1), timedelta(days=1)
@@ -159,8 +167,8 @@ class Month:
     def tam(self) -> OperatorPrincipal:
         return self.operator("tam", Role.TECHNICAL_ACCOUNT_MANAGER)
 
-    def grant(self, operator: OperatorPrincipal, permission: P, place: Any = None, person: str | None = None) -> Any:
-        return grant(operator, permission, place, person, at=self.clock())
+    def grant(self, principal: Principal, permission: P, place: Any = None, person: str | None = None) -> Any:
+        return grant(principal, permission, place, person, at=self.clock())
 
     def ago(self, **spans: float) -> datetime:
         """Return the time so long before the end."""
@@ -306,6 +314,7 @@ def fill_month() -> None:
     )
     stories = plan_rotations(month)
     events = [*list_others(month), *(event for story in stories.values() for event in story.events)]
+    events.append((month.ago(minutes=50), lambda: request_rest(month, stories["public"])))
     for at, act in sorted(events, key=lambda event: event[0]):
         month.go(at)
         act()
@@ -313,9 +322,24 @@ def fill_month() -> None:
     begin_due(month.end)
     month.log.flush(is_final=True)
     write_day(month)
-    pages = {f"rotation-{name}": story.path for name, story in stories.items()}
-    credential = stories["overlap"].key.credential_id
-    json.dump(pages | {"credential-rotating": f"/admin/keyvault/credential/{credential}/"}, sys.stdout)
+    json.dump(list_shown(month, stories), sys.stdout)
+
+
+def list_shown(month: Month, stories: "dict[str, Story]") -> dict[str, str]:
+    """Return the paths of the pages that show the data best, by name."""
+    rows = {
+        "credential-rotating": stories["overlap"].key.credential,
+        "key-active": month.keys["northwind/warehouse"],
+        "key-public": month.keys["acme/storefront"],
+        "key-compromised": month.keys["soylent/staging"],
+        "operator": Operator.objects.get(username="tam"),
+        "request-pending": IssuanceRequest.objects.get(label="loyalty-service"),
+        "request-issued": IssuanceRequest.objects.get(label="test-runner"),
+        "campaign-running": Campaign.objects.get(environment=SANDBOX),
+        "schedule": RotationSchedule.objects.get(environment=PRODUCTION),
+    }
+    pages = {name: f"/admin/{row._meta.app_label}/{row._meta.model_name}/{row.pk}/" for name, row in rows.items()}
+    return pages | {f"rotation-{name}": story.path for name, story in stories.items()}
 
 
 def plan_rotations(month: Month) -> dict[str, Story]:
@@ -333,6 +357,7 @@ def plan_rotations(month: Month) -> dict[str, Story]:
     stalled = Story(month, "northwind/checkout", month.ago(days=3), reason="yearly", deadline=late, **short)
     pending = Story(month, "globex/booking-api", month.ago(hours=3), reason="older than its cryptoperiod", **short)
     pending.is_approved = False
+    public = Story(month, "acme/storefront", month.ago(hours=5), reason="yearly")
     return {
         "completed": completed[0],
         "completed-earlier": completed[1],
@@ -341,6 +366,7 @@ def plan_rotations(month: Month) -> dict[str, Story]:
         "quarantine": quarantine.moves_at(month.ago(hours=20), 8 * HOUR),
         "stalled": stalled.moves_at(month.ago(hours=30), 6 * HOUR, clients=2),
         "pending": pending,
+        "public": public,
     }
 
 
@@ -371,6 +397,13 @@ def list_others(month: Month) -> Iterator[Event]:
             set_connection(
                 month.grant(tam, P.CONNECTIONS_WRITE, place), place, "stripe", Plaintext("sk_live_placeholder")
             )
+        endpoint = add_catalog_endpoint(
+            month.grant(admin, P.CATALOG_WRITE),
+            EndpointDraft(
+                "refunds.preview", method="POST", path="/refunds/preview", credentials=frozenset({KeyKind.PRIVATE})
+            ),
+        )
+        set_endpoint_limit(month.grant(admin, P.LIMITS_WRITE), PRODUCTION, endpoint.name, Limit(50, 1))
         for name in ("edge-gateway", "payments-api", "ledger"):
             make_token(name=name, at=month.clock())
 
@@ -411,6 +444,24 @@ def list_others(month: Month) -> Iterator[Event]:
     yield month.ago(minutes=70), lambda: tick(month.clock())
     yield month.ago(minutes=65), lambda: tick(month.clock())
     yield month.ago(minutes=52), reset
+
+
+def request_rest(month: Month, public: "Story") -> None:
+    """Request what a page of its own shows, and read a production key in the console."""
+    tam, at = month.tam, month.clock()
+    scheduling = month.grant(tam, P.SCHEDULES_WRITE)
+    request_standing_approval(scheduling, RotationSchedule.objects.get(environment=PRODUCTION), 90)
+    place = account("acme", PRODUCTION)
+    request_retirement(month.grant(tam, P.ROTATIONS_WRITE, place), public.rotation, month.end + 9 * DAY)
+    key = month.keys["globex/booking-api"]
+    place = account("globex", PRODUCTION)
+    set_recipient_key(month.grant(holder_of(key), P.RECIPIENTS_WRITE, place), key, RECIPIENT)
+    shown = request_key(place, label="audit-report", delivery=Delivery.SHOW_ONCE, at=at)
+    issue_request(approve(shown, at=at), at=at)
+    shown.refresh_from_db()
+    collect_key(month.grant(tam, P.ISSUANCE_COLLECT, place), shown)
+    waiting = request_key(account("globex", SANDBOX), label="test-runner", delivery=Delivery.SHOW_ONCE, at=at)
+    issue_request(waiting, at=at)
 
 
 def write_day(month: Month) -> None:

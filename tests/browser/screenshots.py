@@ -4,9 +4,7 @@ They go to `docs/screenshots/`, which is not committed: each page in light and i
 390 px. The three of the README go to `docs/pictures/`.
 """
 
-import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,8 +12,8 @@ from pathlib import Path
 
 from playwright.sync_api import Page, ViewportSize
 
-from tests.browser.pages import list_pages
-from tests.browser.service import Service, environment_of, running_service
+from tests.browser.pages import walk_pages
+from tests.browser.service import Service, fill, running_browser, running_service
 from tests.environment import IN_MEMORY, ROOT
 
 SCREENSHOTS = ROOT / "docs" / "screenshots"
@@ -28,10 +26,8 @@ LOOKS = (("light", "light", DESK), ("dark", "dark", DESK), ("phone", "light", PH
 
 README_SIZE = ViewportSize(width=1280, height=1000)
 
-OPERATORS = ("admin", "approver", "responder", "tam")
+OPERATORS = ("admin", "approver", "responder", "tam", "auditor")
 """Each page is shown to the first of these who finds it."""
-
-FILL = "from tests.browser.month import fill_month; fill_month()"
 
 
 def main() -> int:
@@ -40,8 +36,8 @@ def main() -> int:
     memory = IN_MEMORY if IN_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="kv-screenshots-", dir=memory) as name:
         folder = Path(name)
-        shown = _fill(folder / "data")
-        with running_service(folder) as service:
+        shown = fill(folder / "data")
+        with running_browser() as browser, running_service(folder, browser) as service:
             _take_for_readme(service, shown)
             pages = _find_pages(service, shown)
             for look, scheme, size in LOOKS:
@@ -49,27 +45,14 @@ def main() -> int:
     return 0
 
 
-def _fill(data: Path) -> dict[str, str]:
-    """Fill the data folder, and return the pages that show its data, by name."""
-    done = subprocess.run(
-        [sys.executable, "manage.py", "shell", "--no-imports", "-c", FILL],
-        cwd=ROOT,
-        env=environment_of(data),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    pages: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return pages
-
-
 def _find_pages(service: Service, shown: dict[str, str]) -> dict[str, tuple[str, str]]:
     """Return the operator and the path of each picture, by its name. `shown`: the pages that `fill_month` names."""
     found: dict[str, tuple[str, str]] = {name: ("tam", path) for name, path in shown.items()}
+    seen: set[str] = set()
     for operator in OPERATORS:
         with service.page(operator) as page:
-            for place, path in list_pages(page).items():
-                found.setdefault(_name(place), (operator, path))
+            for name in walk_pages(page, ["/admin/"], seen):
+                found.setdefault(_name(name), (operator, page.url.removeprefix(service.url)))
     return found
 
 

@@ -1,6 +1,7 @@
 """A whole service with demo data and operators who sign in, as `make run` starts it."""
 
 import base64
+import json
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ START_SECONDS = 180
 
 WAIT_MS = 60_000
 """Maximum wait for something on a page, in milliseconds."""
+
+_FILL = "from tests.browser.month import fill_month; fill_month()"
 
 _OPERATOR = re.compile(r"^  (\w+) +(\S{20,}) +([A-Z2-7]{16,}) +\w", re.MULTILINE)
 _TOKEN = re.compile(r"Authorization: Bearer (\S+?)'")
@@ -123,10 +126,34 @@ def find_chromium() -> str:
 
 
 @contextmanager
-def running_service(folder: Path) -> Iterator[Service]:
-    """Start the service and a browser; stop both at the end."""
-    program, port = find_chromium(), free_port()
-    log = folder / "run.log"
+def running_browser() -> Iterator[Browser]:
+    """Start a browser. Raises MissingServerError."""
+    program = find_chromium()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+def fill(data: Path) -> dict[str, str]:
+    """Fill the data folder of a service with a month, and return the paths of the pages that show it, by name."""
+    done = subprocess.run(
+        [sys.executable, "manage.py", "shell", "--no-imports", "-c", _FILL],
+        cwd=ROOT,
+        env=environment_of(data),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        check=True,
+    )
+    pages: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return pages
+
+
+@contextmanager
+def running_service(folder: Path, browser: Browser) -> Iterator[Service]:
+    """Start the service, and stop it at the end."""
+    port, log = free_port(), folder / "run.log"
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "manage.py", "run", "--port", str(port)],
@@ -139,10 +166,7 @@ def running_service(folder: Path) -> Iterator[Service]:
             text = _await_start(process, log)
             operators = {name: (password, seed) for name, password, seed in _OPERATOR.findall(text)}
             (token,), (key,) = _TOKEN.findall(text), _KEY.findall(text)
-            with sync_playwright() as playwright:
-                browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-                yield Service(f"http://localhost:{port}", folder / "data", operators, token, key, browser)
-                browser.close()
+            yield Service(f"http://localhost:{port}", folder / "data", operators, token, key, browser)
         finally:
             process.terminate()
             process.wait()

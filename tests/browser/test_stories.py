@@ -50,11 +50,17 @@ def collect(service: Service, page: Page, operator: str, label: str) -> str:
 
 
 def test_production_key_takes_two_persons_and_is_collected_once(service: Service) -> None:
-    """Guarantee: the requester cannot approve, another person does, and the key is shown to the requester once."""
+    """Guarantee: the requester cannot approve, another person does, and the key is shown to the requester once.
+
+    The page of the request follows, and keeps the reader's focus and place.
+    """
     with service.page("tam") as mine:
         url = request_key(mine, "production", "browser-test")
         expect(mine.locator("main")).to_contain_text("A second person must approve it")
         assert mine.get_by_role("button", name="Approve", exact=True).count() == 0
+        mine.set_viewport_size({"width": 1280, "height": 300})
+        mine.get_by_role("button", name="copy").first.focus()
+        mine.evaluate("() => { window.focused = document.activeElement; window.scrollTo(0, 60); }")
         with service.page("approver") as other:
             other.goto(url)
             expect(other.get_by_role("button", name="Reject", exact=True)).to_be_visible()
@@ -63,6 +69,7 @@ def test_production_key_takes_two_persons_and_is_collected_once(service: Service
             expect(other.locator("body")).to_contain_text("Approved. The worker issues the key now.")
         # The page updates by itself when the worker has made the key.
         mine.get_by_role("link", name=re.compile("^Collect")).wait_for()
+        assert mine.evaluate("() => [document.activeElement === window.focused, window.scrollY]") == [True, 60]
         collect(service, mine, "tam", "Collect")
         mine.goto(url)
         assert mine.get_by_role("link", name=re.compile("^Collect")).count() == 0
@@ -188,19 +195,38 @@ def test_stalled_rotation_is_repaired_and_completes(service: Service) -> None:
         assert service.verify(old)["code"] == "key_revoked"
 
 
-def test_denial_is_explained_by_its_request_id(service: Service) -> None:
-    """Guarantee: the request id of a refusal leads from the search to the reason."""
+def test_denial_is_explained_by_its_request_id_or_key_id(service: Service) -> None:
+    """Guarantee: the search and one box explain a denial: verdict, the rule that failed, an answer for the merchant."""
     refused = service.verify(f"{service.key[:-1]}{'0' if service.key[-1] != '0' else '1'}")
     assert not refused["allowed"]
-    with service.page("responder") as page:
+    with service.page("responder", permissions=["clipboard-read", "clipboard-write"]) as page:
         page.goto("/admin/")
         page.get_by_role("searchbox").fill(refused["request_id"])
         page.get_by_role("searchbox").press("Enter")
         expect(page.locator("main")).to_contain_text(refused["code"])
 
+        def explain(subject: str) -> None:
+            page.goto("/admin/explain/")
+            page.get_by_label("Request id or key id").fill(subject)
+            page.get_by_role("button", name="Explain", exact=True).click()
+
+        explain(refused["request_id"])
+        expect(page.locator(".banner")).to_contain_text("denied")
+        expect(page.locator(".checks li", has_text="(Failed)")).to_contain_text("Not met.")
+        page.get_by_role("button", name="Copy answer for the merchant").click()
+        page.get_by_role("button", name="copied").wait_for()
+        answer = page.evaluate("navigator.clipboard.readText()")
+        assert refused["request_id"] in answer
+        assert refused["code"] in answer
+        explain(service.key.split("_")[3][:16])
+        expect(page.locator(".banner")).to_contain_text("The key itself is accepted.")
+        explain(service.key)
+        expect(page.get_by_role("alert")).to_contain_text("The input contains")
+        assert service.key[-20:] not in page.content()
+
 
 def test_expired_session_keeps_what_was_typed(service: Service) -> None:
-    """Guarantee: a form that is sent after the session ended is not lost."""
+    """Guarantee: a form that is sent after the session ended is kept, and sent once after a sign-in in a new tab."""
     context = service.new_context()
     page = context.new_page()
     service.sign_in(page, "admin")
@@ -209,8 +235,74 @@ def test_expired_session_keeps_what_was_typed(service: Service) -> None:
     page.locator("[name=name]").fill("Typed before the session ended")
     context.clear_cookies(name=re.compile("session"))
     page.get_by_role("button", name="Create merchant").click()
-    page.locator("body", has_text=re.compile("sign in", re.IGNORECASE)).wait_for()
-    assert "Typed before the session ended" in page.content()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Your session has expired")
+    expect(page.locator("main")).to_contain_text("Typed before the session ended")
+    with page.expect_popup() as opened:
+        page.get_by_role("link", name="Sign in").click()
+    service.sign_in(opened.value, "admin")
+    opened.value.close()
+    page.get_by_role("button", name="Send again").click()
+    # The sign-in has renewed the token of forms, so this one is shown again.
+    expect(page.get_by_role("heading", level=1)).to_have_text("The form has expired")
+    page.get_by_role("button", name="Send again").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Typed before the session ended")
+    page.goto("/admin/keyvault/merchant/?q=late")
+    expect(page.locator("#changelist tbody tr")).to_have_count(1)
+    context.close()
+
+
+def tab_to(page: Page, name: str, role: str = "button") -> None:
+    """Press Tab until the link, button or field of this name has the focus, which is visible at every stop."""
+    wanted = page.get_by_role(role, name=name, exact=True).first  # type: ignore[arg-type]  # a role of ARIA
+    wanted.wait_for()
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        assert page.evaluate(FOCUS_IS_VISIBLE), page.evaluate("() => document.activeElement.outerHTML")
+        if wanted.evaluate("(element) => element === document.activeElement"):
+            return
+    raise AssertionError(f"Tab does not reach {name}")
+
+
+FOCUS_IS_VISIBLE = """
+() => {
+    const style = getComputedStyle(document.activeElement);
+    return style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0 || style.boxShadow !== "none";
+}
+"""
+
+
+def test_key_is_requested_and_approved_by_keyboard_only(service: Service) -> None:
+    """Guarantee: sign-in, the request of a key and its approval need no mouse, and the focus is always visible."""
+    context = service.new_context()
+    page = context.new_page()
+    password, _ = service.operators["tam"]
+    page.goto("/admin/")
+    for name, text in (("User name", "tam"), ("Password", password)):
+        page.get_by_label(name).focus()
+        page.keyboard.insert_text(text)
+    page.keyboard.press("Enter")
+    page.locator("[name=second_factor_code]").wait_for()
+    service.give_code(page, "tam")
+    page.keyboard.press("Enter")
+    tab_to(page, "Request a key", "link")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/new/request/**")
+    for name, text in (("merchant", "acme"), ("environment", "p"), ("label", "keyboard")):
+        page.locator(f"main [name={name}]").focus()
+        page.keyboard.type(text)
+    tab_to(page, "Submit request")
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile(r"/issuancerequest/req_"))
+    with service.page("approver") as other:
+        other.goto("/admin/")
+        other.keyboard.press("/")
+        other.keyboard.type(page.url.split("/")[-2])
+        other.keyboard.press("Enter")
+        other.wait_for_url(page.url)
+        service.give_code(other, "approver")
+        tab_to(other, "Approve")
+        other.keyboard.press("Enter")
+        expect(other.locator("body")).to_contain_text("Approved. The worker issues the key now.")
     context.close()
 
 
@@ -276,4 +368,22 @@ def test_leaked_keys_are_revoked_at_the_leak_desk(service: Service) -> None:
         revoke.click()
         expect(page.locator(".banner")).to_contain_text("21 keys revoked. All verifiers confirmed.")
         expect(page.locator("main table").first.locator("tbody tr")).to_have_count(21)
-    assert {service.verify(key)["code"] for key in keys} == {"key_revoked"}
+        assert {service.verify(key)["code"] for key in keys} == {"key_revoked"}
+        report_and_replace(service, page)
+
+
+def report_and_replace(service: Service, page: Page) -> None:
+    """Revoke one key with a replacement: the receipt follows the verifiers and the rotation by itself."""
+    _, key = issue_key(service, "leaked-alone")
+    page.goto("/admin/incidents/")
+    page.locator("[name=secret_text]").fill(key)
+    page.get_by_role("button", name="Find keys").click()
+    service.give_code(page, "responder")
+    page.get_by_role("button", name="Revoke 1 key now").click()
+    page.wait_for_url("**/incidents/receipt/")
+    page.evaluate("() => { window.loadedOnce = true; }")
+    expect(page.locator(".banner")).to_contain_text("1 key revoked. All verifiers confirmed.")
+    row = page.get_by_role("region", name="Keys").locator("tbody tr")
+    expect(row.get_by_role("link", name="rotation")).to_be_visible()
+    expect(row).to_contain_text("completed")
+    assert page.evaluate("() => window.loadedOnce === true")

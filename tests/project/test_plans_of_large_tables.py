@@ -38,8 +38,8 @@ from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import LedgerEntry, LedgerState, Rotation
 from rotation.services.campaigns.campaigns import approve_campaign, request_campaign
 from rotation.services.rotations.engine import advance_rotation
-from tests.admin.desk import browser
-from tests.admin.framework.test_enforcement import OPEN, patterns
+from tests.admin.desk import browser, list_routes
+from tests.admin.framework.test_enforcement import OPEN
 from tests.bench import scale_rows
 from tests.bench.scale_rows import Samples, Size
 from tests.factories import grant, make_operator, make_token
@@ -209,7 +209,7 @@ def open_objects(samples: Samples, queries: SlowQueries) -> None:
 def open_pages(samples: Samples, queries: SlowQueries) -> None:
     """Open each page of the console that is of no single row, as an administrator, and filtered ones."""
     client = browser(make_operator("console", *Role))
-    addresses = dict(patterns(admin.site.get_urls()))
+    addresses = dict(list_routes())
     # A passkey needs a domain, which the tests' origin has not; recovery codes are made by a POST.
     others = OPEN | {"add_passkey", "recovery_codes", "environment"}
     pages = [(name, path) for name, path in addresses.items() if "<" not in path and name not in others]
@@ -221,7 +221,7 @@ def open_pages(samples: Samples, queries: SlowQueries) -> None:
 
 def open_lists_in_scope(samples: Samples, queries: SlowQueries) -> None:
     """Open the overview and the lists, also filtered ones, as operators with a limited scope."""
-    lists = [path for name, path in patterns(admin.site.get_urls()) if name.endswith(("_changelist", "_calendar"))]
+    lists = [path for name, path in list_routes() if name.endswith(("_changelist", "_calendar"))]
     assert len(lists) > 20
     for username, scope in SCOPES.items():
         client = browser(make_operator(username, *Role, scope=scope))

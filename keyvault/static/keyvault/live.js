@@ -23,7 +23,8 @@ function watch(region) {
       const found = await fetchText(region.dataset.live, { headers, cache: 'no-store' });
       if (found.text !== null) {
         etag = found.etag;
-        morph(region, parse(found.text).body);
+        // In an element of its own: the parser drops white space at the beginning of a body, and then no node matches.
+        morph(region, parse(`<div>${found.text}</div>`).body.firstChild);
         for (const listener of listeners) listener(region);
       }
       say('');

@@ -1,6 +1,6 @@
 """Page access: every address of the console, for every role, by GET and by POST."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from datetime import timedelta
 from typing import Any, cast
@@ -14,7 +14,6 @@ from django.db import transaction
 from django.db.models import Model
 from django.http import HttpResponse
 from django.test import Client, RequestFactory
-from django.urls import URLPattern, URLResolver
 
 from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
@@ -53,7 +52,7 @@ from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_calendar, save_schedule
 from rotation.services.schedules.standing_approvals import request_standing_approval
-from tests.admin.desk import Desk, browser, make_endpoint, make_refusal, with_password
+from tests.admin.desk import Desk, browser, list_routes, make_endpoint, make_refusal, with_password
 from tests.admin.framework.golden_access import require_column
 from tests.factories import (
     PRODUCTION,
@@ -249,16 +248,6 @@ OPEN = frozenset({"login", "logout", "second_factor", "invitation", "single_sign
 REFUSED, TO_LOGIN = 403, 302
 
 
-def patterns(urls: Any, prefix: str = "/admin/") -> Iterator[tuple[str, str]]:
-    """Yield each name with its path, as the site routes it."""
-    for pattern in urls:
-        path = prefix + str(pattern.pattern).lstrip("^")
-        if isinstance(pattern, URLResolver):
-            yield from patterns(pattern.url_patterns, path)
-        elif isinstance(pattern, URLPattern):
-            yield pattern.name or "everything else", path
-
-
 def every_row(desk: Desk) -> dict[str, Model]:
     """Return one row of each model, by its label, requested by `tam`."""
     key, _ = issue(desk.sandbox, kind=KeyKind.PUBLIC)
@@ -335,7 +324,7 @@ def every_address(desk: Desk) -> list[tuple[str, str]]:
         # The keystore is that of the whole run: another test may have made these keys, or none.
         audit_signer().sign(scope, b"")
     found = []
-    for name, path in patterns(admin.site.get_urls()):
+    for name, path in list_routes():
         path = path.replace("(?P<url>.*)$", "no/such/page/")
         path = path.replace("<int:factor_id>", "1")
         path = path.replace("<int:sequence>", str(last_sequence(cast(Key, rows["keyvault_key"]))))
@@ -369,7 +358,7 @@ def as_cell(found: Mapping[str, int]) -> str:
 
 def test_enforcement_every_address_is_in_the_matrix() -> None:
     """A new page of the console must be added to the matrix."""
-    names = {name for name, _ in patterns(admin.site.get_urls())}
+    names = {name for name, _ in list_routes()}
     assert names == {*MATRIX, *OPEN}
 
 

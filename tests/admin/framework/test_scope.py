@@ -22,7 +22,7 @@ from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Campaign, Rotation, RotationSchedule
 from rotation.services.campaigns.campaigns import request_campaign
 from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_schedule
-from tests.admin.desk import Desk, address, browser, hidden, text_of
+from tests.admin.desk import Desk, address, browser, hidden, list_routes, text_of
 from tests.admin.framework.golden_access import golden_status, require_column
 from tests.admin.framework.test_enforcement import (
     OPEN,
@@ -30,7 +30,6 @@ from tests.admin.framework.test_enforcement import (
     as_cell,
     every_address,
     every_row,
-    patterns,
     statuses,
 )
 from tests.factories import (
@@ -83,7 +82,7 @@ def comparable(text: str, sent: object) -> str:
 
 def list_pages() -> Iterator[tuple[str, str]]:
     """Yield the name and the path of every page that is of no single row."""
-    for name, path in patterns(admin.site.get_urls()):
+    for name, path in list_routes():
         if "<" not in path and name not in OPEN | OWN | {"logout", "environment", "everything else"}:
             yield name, path
 

@@ -12,7 +12,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
 from rotation.domain.events import RotationState as S
 from rotation.services.schedules import overdue
-from rotation.services.schedules.schedules import ScheduleDraft, Scope, save_schedule
+from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_schedule
 from tests.admin.desk import browser, set_up_desk, text_of
 from tests.factories import SANDBOX, account, grant, issue, make_merchant, make_operator, now
 from tests.services.rows import disable_triggers
@@ -69,8 +69,8 @@ def test_overview_counts_keys_past_the_cryptoperiod_of_their_environment(monkeyp
     old = [key.pk for key in (*late, public[0], elsewhere[0], own[0])]
     keys.filter(pk__in=old).update(activated_at=now() - timedelta(days=100))
     author, globex = make_operator("author", *Role), account("globex", SANDBOX)
-    save_schedule(grant(author, P.SCHEDULES_WRITE), Scope(SANDBOX), ScheduleDraft(90))
-    save_schedule(grant(author, P.SCHEDULES_WRITE, globex), Scope(SANDBOX, globex), ScheduleDraft(365))
+    save_schedule(grant(author, P.SCHEDULES_WRITE), ScheduleScope(SANDBOX), ScheduleDraft(90))
+    save_schedule(grant(author, P.SCHEDULES_WRITE, globex), ScheduleScope(SANDBOX, globex), ScheduleDraft(365))
     assert tile() == "2"
     monkeypatch.setattr(overdue, "MAX_OVERDUE", 1)
     monkeypatch.setattr("rotation.admin.overview.MAX_OVERDUE", 1)
