@@ -17,6 +17,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "a response callback failed": "request.callback_failed",
         "database unavailable": "database.unavailable",
         "the database cannot be read": "database.unreadable",
+        "the page of an error has no frame": "request.error_page_bare",
         # Verification
         "denied": "verification.denied",
         "a key cannot be judged": "verification.stale",
