@@ -13,11 +13,11 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "refused": "request.refused",
         "unhandled": "request.unhandled",
         "refused by the database": "request.conflicted",
+        "the page of an error has no frame": "request.error_page_plain",
         "dropped: the client disconnected while the request waited for a thread": "request.dropped",
         "a response callback failed": "request.callback_failed",
         "database unavailable": "database.unavailable",
         "the database cannot be read": "database.unreadable",
-        "the page of an error has no frame": "request.error_page_bare",
         # Verification
         "denied": "verification.denied",
         "a key cannot be judged": "verification.stale",

@@ -307,7 +307,7 @@ class CampaignAdmin(ConsoleModelAdmin):
         return Detail(
             title=row.reason,
             state=row.state,
-            lead=format_html("{} · requested by {} · {}", badge(row.environment), requester_name(row), identifier(row)),
+            lead=format_html("Requested by {} · {}", requester_name(row), identifier(row)),
             offered=offered,
             banner=banner_of(row, report, is_own=is_requester(request, row), buttons=buttons),
             sections=[

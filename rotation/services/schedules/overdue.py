@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db.models import Exists, OuterRef, QuerySet
+from django.db.models import Case, Exists, IntegerField, OuterRef, Q, QuerySet, Subquery, When
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import Key
-from keyvault.models.row_count import RowCount
+from keyvault.models.row_count import RowCount, RowSum
 from rotation.models import RotationSchedule
 
-MAX_OVERDUE = 500
+MAX_OVERDUE = 200
 """Maximum keys of an environment that are counted, those activated first."""
 
 
@@ -22,7 +22,7 @@ def select_period(environment: Environment) -> QuerySet[RotationSchedule]:
     return rows.filter(environment=environment, is_enabled=True)
 
 
-def overdue_counts(periods: Mapping[Environment, int], now: datetime) -> dict[str, RowCount]:
+def overdue_counts(periods: Mapping[Environment, int], now: datetime) -> dict[str, Subquery]:
     """Return columns that count keys older than the cryptoperiod of their environment's schedule.
 
     For each environment: `old_ENVIRONMENT`, the keys of any kind, at most MAX_OVERDUE + 1; and `overdue_ENVIRONMENT`,
@@ -31,25 +31,28 @@ def overdue_counts(periods: Mapping[Environment, int], now: datetime) -> dict[st
     Args:
         periods: cryptoperiod of each environment's schedule, in days.
     """
-    counts = {}
+    counts: dict[str, Subquery] = {}
     for environment, days in periods.items():
         old = _list_old(environment, now - timedelta(days=days))
-        counts[f"old_{environment}"] = RowCount(old)
-        counts[f"overdue_{environment}"] = RowCount(_list_overdue(old))
+        counts[f"old_{environment}"] = RowCount(old.values("pk")[: MAX_OVERDUE + 1])
+        counts[f"overdue_{environment}"] = RowSum(_mark_overdue(old).values("number")[: MAX_OVERDUE + 1])
     return counts
 
 
-def _list_old(environment: Environment, before: datetime) -> QuerySet[Any, Any]:
+def _list_old(environment: Environment, before: datetime) -> QuerySet[Key]:
     active = Key.objects.filter(account_environment=environment, state=KeyState.ACTIVE, activated_at__lt=before)
-    return active.order_by("activated_at").values("pk")[: MAX_OVERDUE + 1]
+    return active.order_by("activated_at")
 
 
-def _list_overdue(old: QuerySet[Any, Any]) -> QuerySet[Any, Any]:
+def _mark_overdue(old: QuerySet[Key]) -> QuerySet[Any]:
+    """Annotate 1 as `number` of the keys to which the environment's schedule applies.
+
+    No condition: the database would read all keys of other kinds before it finds as many as the limit.
+    """
     narrower = RotationSchedule.objects.filter(is_enabled=True)
-    return (
-        Key.objects.filter(pk__in=old, credential__kind=KeyKind.PRIVATE)
-        .exclude(Exists(narrower.filter(credential=OuterRef("credential"))))
-        .exclude(Exists(narrower.filter(account=OuterRef("credential__account"))))
-        .order_by()
-        .values("pk")
+    applies = (
+        Q(credential__kind=KeyKind.PRIVATE)
+        & ~Q(Exists(narrower.filter(credential=OuterRef("credential"))))
+        & ~Q(Exists(narrower.filter(account=OuterRef("credential__account"))))
     )
+    return old.annotate(number=Case(When(applies, then=1), default=0, output_field=IntegerField()))

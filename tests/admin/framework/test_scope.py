@@ -77,7 +77,7 @@ def limited(scope: AccessScope, *roles: Role) -> OperatorPrincipal:
 
 def comparable(text: str, sent: object) -> str:
     """Return the text of a page without the value that was sent and without its CSRF tokens."""
-    return re.sub(r'(name="csrfmiddlewaretoken" value=")[^"]*', r"\1", text).replace(str(sent), "SENT")
+    return re.sub(r'(name="(?:csrfmiddlewaretoken|form_token)" value=")[^"]*', r"\1", text).replace(str(sent), "SENT")
 
 
 def list_pages() -> Iterator[tuple[str, str]]:
