@@ -28,7 +28,9 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Operator
 from keyvault.services.sessions.passkeys import are_passkeys_possible, begin_registration, complete_registration
 from keyvault.services.sessions.second_factors import (
+    PASSKEY,
     RECOVERY_CODES,
+    TOTP,
     WRONG_FACTOR,
     add_second_factor,
     confirm_totp,
@@ -40,6 +42,9 @@ from keyvault.services.sessions.second_factors import (
     new_totp_seed,
     remove_second_factor,
 )
+
+_NAMES = {TOTP: "Authenticator app", PASSKEY: "Passkey", RECOVERY_CODES: "Recovery codes"}
+"""Names of second factors that have no name of their own."""
 
 _SEED = "totp_seed"
 """Session key: the encrypted seed that the page shows."""
@@ -68,7 +73,7 @@ def factors_page(site: AdminSite, request: HttpRequest) -> HttpResponse:
     factors = [
         {
             "id": factor.pk,
-            "name": factor.data.get("name") or factor.get_type_display(),
+            "name": factor.data.get("name") or _NAMES[factor.type],
             "added": factor.created_at,
             "used": factor.last_used_at,
             "left": count_recovery_codes(factor) if factor.type == RECOVERY_CODES else None,

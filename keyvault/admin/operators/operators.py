@@ -211,7 +211,12 @@ class OperatorAdmin(ConsoleModelAdmin):
     list_display = ("username", "state_badge", "roles_text", "scope_text", "last_sign_in", "created")
     list_filter = (
         state_filter({"active": Q(is_active=True), "disabled": Q(is_active=False)}),
-        state_filter({role.value: Q(groups__name=role) for role in Role}, name="role", title="role"),
+        state_filter(
+            {role.value: Q(groups__name=role) for role in Role},
+            name="role",
+            title="role",
+            labels={role.value: format_roles([role]) for role in Role},
+        ),
     )
     search_fields = ("username",)
     ordering = ("username",)

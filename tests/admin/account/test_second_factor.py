@@ -244,7 +244,13 @@ def test_own_factor_is_removed_and_ends_other_sessions(desk: Desk, tam: Operator
     assert client.post(f"{FACTORS}{app.pk}/remove/").status_code == 409
 
 
-def test_own_factors_list_counts_unused_recovery_codes(desk: Desk, tam: Operator, seed: Plaintext) -> None:
+def test_own_factors_have_names_and_unused_recovery_codes_are_counted(
+    desk: Desk, tam: Operator, seed: Plaintext
+) -> None:
     factor, _ = new_recovery_codes()
-    add_second_factor(grant(desk.tam, P.SESSIONS_WRITE), tam, factor)
-    assert "10 unused" in text_of(browser(desk.tam).get(FACTORS))
+    for each in (factor, NewFactor(PASSKEY, {})):
+        add_second_factor(grant(desk.tam, P.SESSIONS_WRITE), tam, each)
+    page = text_of(browser(desk.tam).get(FACTORS))
+    names = re.findall(r"<td>(Authenticator app|Passkey|Recovery codes)\b", page)
+    assert sorted(names) == ["Authenticator app", "Passkey", "Recovery codes"]
+    assert "10 unused" in page
