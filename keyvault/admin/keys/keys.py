@@ -188,7 +188,7 @@ class KeyAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("key_id", "state_badge", "account", "kind", "first_used", "last_used", "expires")
+    list_display = ("label", "state_badge", "account", "kind", "key_id", "last_used", "expires")
     list_filter = ("state", "account_environment", "credential__kind", EXPOSED_FILTER)
     search_fields = (
         "=key_id",
@@ -229,6 +229,9 @@ class KeyAdmin(ConsoleModelAdmin):
         context["page_environment"] = self.environment_of_row(key)
         return live_page(self.admin_site, request, "detail", context, seconds=detail.refresh_seconds)
 
+    def label(self, key: Key) -> str:
+        return key.credential.label or key.credential.credential_id
+
     def account(self, key: Key) -> str:
         return str(key.credential.account)
 
@@ -236,7 +239,6 @@ class KeyAdmin(ConsoleModelAdmin):
         return str(key.credential.kind)
 
     state_badge = badge_column("state", "state")
-    first_used = moment_column("first used", lambda key: use_of(key, "first_at"), missing="never")
     last_used = moment_column("last used", lambda key: use_of(key, "last_at"), missing="never")
     expires = moment_column("expires", "expires_at", missing="never")
 

@@ -148,7 +148,7 @@ class ServiceTokenAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("token_id", "name", "state_badge", "environments_text", "merchants_text", "expires", "creator_name")
+    list_display = ("name", "state_badge", "environments_text", "merchants_text", "token_id", "expires", "creator_name")
     list_filter = (state_filter(_state_conditions),)
     search_fields = ("=token_id", "name")
     ordering = ("-created_at",)

@@ -169,7 +169,7 @@ class MerchantAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("merchant_id", "name", "status_badge", "created")
+    list_display = ("name", "merchant_id", "status_badge", "created")
     list_filter = ("status",)
     search_fields = ("^merchant_id", "^name")
     search_help_text = "By the beginning of an id or name."

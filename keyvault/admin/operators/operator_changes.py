@@ -101,7 +101,7 @@ class OperatorChangeAdmin(ConsoleModelAdmin):
         ),
     )
 
-    list_display = ("change_id", "state_badge", "operator_name", "what", "requested_by", "created")
+    list_display = ("what", "state_badge", "operator_name", "requested_by", "change_id", "created")
     list_filter = ("state", "kind")
     search_fields = ("=change_id", "=operator__username")
     search_help_text = "By id or user name."
