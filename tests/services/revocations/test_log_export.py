@@ -148,6 +148,14 @@ def _changed_end(**changes: Any) -> Callable[[list[bytes]], list[bytes]]:
     return change
 
 
+def _malformed_end(old: bytes, new: bytes) -> Callable[[list[bytes]], list[bytes]]:
+    def change(lines: list[bytes]) -> list[bytes]:
+        assert old in lines[-1]
+        return [*lines[:-1], lines[-1].replace(old, new)]
+
+    return change
+
+
 REFUSED = {
     "cut": (_cut, "not the end of an export: it was cut or altered"),
     "cut within a line": (lambda lines: [*lines[:-1], lines[-1][:-9]], "not the end of an export"),
@@ -157,6 +165,9 @@ REFUSED = {
     "later sequence": (_changed_end(sequence=10**9), "its signature is not the signer's"),
     "fewer lines": (_changed_end(count=1), "its signature is not the signer's"),
     "another installation": (_changed_end(installation="another"), "belongs to installation another, this database to"),
+    "no key version": (_malformed_end(b'"key_version":1', b'"key_version":[]'), "not the end of an export"),
+    "no signer": (_malformed_end(b'"signer":"local"', b'"signer":{}'), "not the end of an export"),
+    "no UTC time": (_malformed_end(b'"at":"', b'"at":"0001-01-01T00:00:00+14:00","_":"'), "not the end of an export"),
     "a revocation log": (lambda lines: [line_bytes(Opened(INSTALLATION, now()))], "another kind of file"),
     "empty": (lambda lines: [], "another kind of file"),
 }
