@@ -75,9 +75,12 @@ def parse_end_line(text: bytes) -> SignedExport:
             digest=body["digest"],
         )
         signature = base64.b64decode(data["signature"], validate=True)
-        signed = SignedExport(export, signature, data["signer"], data["key_version"])
+        signer, key_version = data["signer"], data["key_version"]
+        if not isinstance(signer, str) or type(key_version) is not int:
+            raise TypeError("the signer or the version of its key")
+        signed = SignedExport(export, signature, signer, key_version)
         is_canonical = end_line(signed) == text
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise ValueError("its last line is not the end of an export") from None
     if not is_canonical:
         raise ValueError("its last line is not the end of an export")

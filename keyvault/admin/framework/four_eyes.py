@@ -151,11 +151,13 @@ def approvals_table(row: Any) -> Table:
 
 
 def requester_name(row: Any) -> str:
-    """Name the requester of a row: a person, or a service and its token. A command line only claims one."""
+    """Name the requester of a row: a person, who may be disabled, or a service. A command line only claims one."""
     token = getattr(row, "requested_via", None)
     operator = "none" if row.requester is None else row.requester.username
     name = operator if token is None else f"service {token}"
-    return f"{name} (claimed)" if row.is_requester_claimed else name
+    is_disabled = token is None and row.requester is not None and not row.requester.is_active
+    notes = [*(["claimed"] if row.is_requester_claimed else []), *(["disabled"] if is_disabled else [])]
+    return f"{name} ({', '.join(notes)})" if notes else name
 
 
 @admin.display(description="requested by", ordering="requester__username")

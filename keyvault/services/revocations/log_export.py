@@ -149,9 +149,14 @@ def read_export(file: BinaryIO) -> RevocationExport:
 
 
 def list_exported(file: BinaryIO, export: RevocationExport) -> Iterator[Ended]:
-    """Iterate over the revocations of a file that `read_export` has verified. Raises RequestInvalidError, OSError."""
+    """Iterate over the revocations of a file that `read_export` has verified.
+
+    Raises OSError and RequestInvalidError, also at the end if the file has changed since: another host may store it.
+    """
+    digest = hashlib.sha256()
     file.seek(0)
     for text in islice(file, export.count):
+        digest.update(text)
         try:
             line = parse_line(text.removesuffix(b"\n"))
         except DamagedLineError:
@@ -159,6 +164,8 @@ def list_exported(file: BinaryIO, export: RevocationExport) -> Iterator[Ended]:
         if not isinstance(line, Ended):
             raise _invalid_error("a line is no revocation that this release reads; use the release that wrote it")
         yield line
+    if digest.hexdigest() != export.digest:
+        raise _invalid_error("it was changed while it was read")
 
 
 def add_export(grant: Grant, file: BinaryIO) -> tuple[RevocationExport, int]:

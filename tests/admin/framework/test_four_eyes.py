@@ -20,6 +20,7 @@ from keyvault.models import BreakGlass, Operator
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.operator_changes import change_roles
+from keyvault.services.operators.operators import disable_operator
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import reissue_key, request_rotation
@@ -140,6 +141,16 @@ def test_action_by_any_operator_of_the_requester_is_refused(desk: Desk, page: st
     assert url in text_of(browser(desk.approver).get(change))
     assert browser(desk.approver).post(url, sent).status_code == 302
     assert browser(desk.approver).get(url).status_code == 409
+
+
+def test_approver_sees_that_the_requester_was_disabled_meanwhile(desk: Desk) -> None:
+    """Guarantee: nobody approves the request of a disabled operator, whose account may be stolen, without knowing."""
+    row = request_key(desk.production, by=desk.tam)
+    approver, page = browser(desk.approver), address("keyvault_issuancerequest_change", row.pk)
+    assert "tam (disabled)" not in text_of(approver.get(page))
+    disable_operator(grant(desk.admin, P.OPERATORS_WRITE), Operator.objects.get(username=desk.tam.username))
+    for shown in (page, address("approvals"), f"{address('approvals_review')}?item=keyvault.issuancerequest:{row.pk}"):
+        assert "tam (disabled)" in text_of(approver.get(shown)), shown
 
 
 @pytest.mark.parametrize(("page", "make"), BOUND)

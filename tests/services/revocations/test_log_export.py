@@ -14,6 +14,8 @@ from django.core.management import CommandError, call_command
 from django.db import transaction
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import HOST
+from keyvault.domain.errors import RequestInvalidError
 from keyvault.domain.keys import KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
@@ -21,6 +23,7 @@ from keyvault.domain.revocation_export import end_line, parse_end_line
 from keyvault.domain.revocation_log import Ended, Opened, line_bytes
 from keyvault.models import AuditEntry, Key, Notice
 from keyvault.services.keys import lifecycle
+from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.revocation_log import append_lines, read_lines
 from keyvault.services.revocations import log_export
 from keyvault.services.revocations.replay import read_counter
@@ -148,6 +151,14 @@ def _changed_end(**changes: Any) -> Callable[[list[bytes]], list[bytes]]:
     return change
 
 
+def _malformed_end(old: bytes, new: bytes) -> Callable[[list[bytes]], list[bytes]]:
+    def change(lines: list[bytes]) -> list[bytes]:
+        assert old in lines[-1]
+        return [*lines[:-1], lines[-1].replace(old, new)]
+
+    return change
+
+
 REFUSED = {
     "cut": (_cut, "not the end of an export: it was cut or altered"),
     "cut within a line": (lambda lines: [*lines[:-1], lines[-1][:-9]], "not the end of an export"),
@@ -157,6 +168,9 @@ REFUSED = {
     "later sequence": (_changed_end(sequence=10**9), "its signature is not the signer's"),
     "fewer lines": (_changed_end(count=1), "its signature is not the signer's"),
     "another installation": (_changed_end(installation="another"), "belongs to installation another, this database to"),
+    "no key version": (_malformed_end(b'"key_version":1', b'"key_version":[]'), "not the end of an export"),
+    "no signer": (_malformed_end(b'"signer":"local"', b'"signer":{}'), "not the end of an export"),
+    "no UTC time": (_malformed_end(b'"at":"', b'"at":"0001-01-01T00:00:00+14:00","_":"'), "not the end of an export"),
     "a revocation log": (lambda lines: [line_bytes(Opened(INSTALLATION, now()))], "another kind of file"),
     "empty": (lambda lines: [], "another kind of file"),
 }
@@ -184,6 +198,39 @@ def test_export_that_was_cut_altered_or_is_foreign_is_refused(scene: Scene, path
             assert (dump_tables(), path.exists()) == (tables, not is_lost), name
     with pytest.raises(CommandError, match="absent: No such file"):
         run("replay_revocations", "--from", str(tmp_path / "absent"))
+
+
+class _ChangingFile(io.BytesIO):
+    """A file with another content when it is read for the second time."""
+
+    def __init__(self, *contents: bytes) -> None:
+        super().__init__()
+        self.contents = list(contents)
+
+    def seek(self, *position: int) -> int:
+        super().__init__(self.contents.pop(0))
+        return 0
+
+
+def test_export_that_changes_after_its_signature_was_verified_is_refused(
+    scene: Scene, path: Path, tmp_path: Path
+) -> None:
+    """Guarantee: the revocations that are used are those that were signed, wherever the file is stored."""
+    keys = [issue(scene.sandbox, label=f"key {number}")[0] for number in range(2)]
+    backup = transaction.savepoint()
+    for key in keys:
+        revoke(scene, key)
+    export(tmp_path / "export")
+    transaction.savepoint_rollback(backup)
+    whole = (tmp_path / "export").read_bytes().splitlines(keepends=True)
+    renew_revocation_log(path)
+    log, platform = path.read_bytes(), authorize(HOST, P.REVOCATIONS_REPLAY, now=now())
+    for is_lost in (False, True):
+        path.unlink() if is_lost else path.write_bytes(log)
+        for altered in (_another_key(whole), whole[:1]):
+            with pytest.raises(RequestInvalidError, match="it was changed while it was read"):
+                log_export.add_export(platform, _ChangingFile(b"".join(whole), b"".join(altered)))
+            assert not path.exists() if is_lost else path.read_bytes() == log
 
 
 def test_export_that_is_older_than_the_database_does_not_replace_a_lost_log(
