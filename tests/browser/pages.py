@@ -26,17 +26,24 @@ def walk_pages(page: Page, paths: Iterable[str], seen: set[str]) -> Iterator[str
     queue = list(paths)
     seen.update(map(name_page, queue))
     for path in queue:
-        try:
-            page.goto(path)
-        except Error as error:
-            if "Download is starting" not in error.message:
-                raise
+        if not open_page(page, path):
             continue
         for link in page.evaluate(_LINKS):
             if link.startswith("/admin/") and name_page(link) not in seen:
                 seen.add(name_page(link))
                 queue.append(link)
         yield name_page(path)
+
+
+def open_page(page: Page, path: str) -> bool:
+    """Open the page, and return whether there is one: False for a download."""
+    try:
+        page.goto(path)
+    except Error as error:
+        if "Download is starting" not in error.message:
+            raise
+        return False
+    return True
 
 
 def name_page(path: str) -> str:

@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from playwright.sync_api import Page, ViewportSize
+from playwright.sync_api import ViewportSize
 
-from tests.browser.pages import walk_pages
+from tests.browser.pages import open_page, walk_pages
 from tests.browser.service import Service, fill, running_browser, running_service
 from tests.environment import IN_MEMORY, ROOT
 
@@ -25,6 +25,8 @@ LOOKS = (("light", "light", DESK), ("dark", "dark", DESK), ("phone", "light", PH
 """Folder, color scheme and size of each set of pictures."""
 
 README_SIZE = ViewportSize(width=1280, height=1000)
+
+_FONTS = "() => document.fonts.ready"
 
 OPERATORS = ("admin", "approver", "responder", "tam", "auditor")
 """Each page is shown to the first of these who finds it."""
@@ -66,7 +68,10 @@ def _take(service: Service, pages: dict[str, tuple[str, str]], folder: Path, sch
     for operator in OPERATORS:
         with service.page(operator, color_scheme=scheme, viewport=size) as page:
             for name, path in _of(pages, operator):
-                _open(page, path)
+                # A page that asked for a second factor may now lead to a download.
+                if not open_page(page, path):
+                    continue
+                page.evaluate(_FONTS)
                 # The menu is as high as the window.
                 height = page.evaluate("() => document.documentElement.scrollHeight")
                 page.set_viewport_size({"width": size["width"], "height": max(height, size["height"])})
@@ -79,17 +84,13 @@ def _take_for_readme(service: Service, shown: dict[str, str]) -> None:
     paths = {"overview": "/admin/", "rotation": shown["rotation-overlap"], "credential": shown["credential-rotating"]}
     with service.page("admin", color_scheme="light", viewport=README_SIZE, device_scale_factor=0.75) as page:
         for name, path in paths.items():
-            _open(page, path)
+            open_page(page, path)
+            page.evaluate(_FONTS)
             page.screenshot(path=README_PICTURES / f"{name}.png")
 
 
 def _of(pages: dict[str, tuple[str, str]], operator: str) -> Iterator[tuple[str, str]]:
     return ((name, path) for name, (who, path) in pages.items() if who == operator)
-
-
-def _open(page: Page, path: str) -> None:
-    page.goto(path)
-    page.evaluate("() => document.fonts.ready")
 
 
 if __name__ == "__main__":
