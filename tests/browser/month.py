@@ -30,6 +30,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import IssuanceRequest, Key, Operator, Refusal, UsageReporter, UsageTotal
 from keyvault.models.usage import UseOutcome
+from keyvault.services.audit.checkpoints import sign_due
 from keyvault.services.catalog.endpoints import add_endpoint as add_catalog_endpoint
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.keys.recipient_keys import set_recipient_key
@@ -322,6 +323,7 @@ def fill_month() -> None:
     begin_due(month.end)
     month.log.flush(is_final=True)
     write_day(month)
+    sign_due(month.end)
     json.dump(list_shown(month, stories), sys.stdout)
 
 

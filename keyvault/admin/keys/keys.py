@@ -260,8 +260,9 @@ class KeyAdmin(ConsoleModelAdmin):
 
     def line_of(self, row: Any) -> Line:
         """Return the line of a row of `attention_items`, with its last exposure."""
-        about = f"{row.credential.account} · {row.credential.label}, {row.exposed_by.replace('_', ' ')}"
-        return Line(self.url_of(row), self.name_of(row), about, row.exposed_at)
+        name = f"{row.credential.account} · {self.label(row)}"
+        about = f"key …{row.key_id[-KEY_TAIL:]}, {row.exposed_by.replace('_', ' ')}"
+        return Line(self.url_of(row), name, about, row.exposed_at)
 
     def find_by_word(self, request: HttpRequest, word: str) -> Iterable[QuerySet[Any]]:
         """Find a key also by the end of its id, of which an index has the last characters."""
