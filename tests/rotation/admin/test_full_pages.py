@@ -261,7 +261,7 @@ def test_full_overview_makes_few_queries(desk: Desk) -> None:
     write_totals(now())
     client = browser(make_operator("viewer", *Role))
     shown = text_of(client.get("/admin/"))
-    for text in ("Rotation stalled", "leaked-2, exposed in url", "Key requests to approve", "quarantine"):
+    for text in ("Rotation stalled", "sandbox · leaked-2", "exposed in url", "Key requests to approve", "quarantine"):
         assert text in shown
     assert len(count_queries(client, "/admin/")) <= MAX_QUERIES
 
