@@ -53,7 +53,7 @@ SECOND_FACTORS = [f"/admin/account/second-factors/{page}" for page in ("", "totp
 
 NOT_WALKED = {
     "the page that does not exist, which is walked": ["/admin/(?PID.*)$"],
-    "answers with JSON": [f"/admin/choices/{name}/" for name in ("calendars", "credentials", "merchants")],
+    "answers with JSON": [f"/admin/choices/{name}/" for name in ("actors", "calendars", "credentials", "merchants")],
     "redirects": [
         "/admin/account/second-factors/ID/remove/",
         "/admin/environment/",
