@@ -17,7 +17,13 @@ from keyvault.domain.revocation_export import RevocationExport
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.management.json_command import JsonCommand
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.revocations.log_export import add_export, list_exported, read_export, require_recent
+from keyvault.services.revocations.log_export import (
+    add_export,
+    count_missing,
+    list_exported,
+    read_export,
+    require_recent,
+)
 from keyvault.services.revocations.log_opening import (
     Recovery,
     accept_loss,
@@ -94,8 +100,8 @@ class Command(JsonCommand):
         preview = preview_replay(() if file is None or export is None else list_exported(file, export))
         if preview.is_lost and export is None:
             raise CommandError(format_log_loss(preview.unread))
-        if export is not None:
-            self.export = (export, 0)
+        if file is not None and export is not None:
+            self.export = (export, count_missing(file, export))
             if preview.is_lost:
                 require_recent(export)
         found = preview.found
@@ -115,7 +121,7 @@ class Command(JsonCommand):
         lines += [f"{answer['journal']}: {answer['lines']} lines, up to change {answer['journal_sequence']}"]
         if export := answer["export"]:
             at = format_timestamp(export["at"])
-            lines.append(f"the export of {at} had {export['added']} revocations that the log lacked")
+            lines.append(f"the export of {at} had {export['added']} revocations that the log did not have")
         lines += [f"revoked again: {each['kind']} {each['id']}" for each in answer["replayed"]]
         lines += [f"STILL ACTIVE: {each['kind']} {each['id']}" for each in answer["left"]]
         if answer["unknown"]:

@@ -188,6 +188,11 @@ def add_export(grant: Grant, file: BinaryIO) -> tuple[RevocationExport, int]:
     return export, added
 
 
+def count_missing(file: BinaryIO, export: RevocationExport) -> int:
+    """Count what `add_export` would add. Raises the errors of `list_exported`."""
+    return sum(1 for _ in _list_missing(list_exported(file, export)))
+
+
 def require_recent(export: RevocationExport) -> None:
     """Raise StateConflictError if the database is newer than the export, which then cannot replace a lost log."""
     counter = read_counter()

@@ -124,9 +124,13 @@ def test_export_completes_an_older_log_and_weakens_no_compromise(scene: Scene, p
     transaction.savepoint_rollback(backup)
     leaked = Ended(1, now(), "key", keys[0].key_id, "compromised", "key_compromise")
     path.write_bytes(older + line_bytes(leaked))
+    command = ("replay_revocations", "--from", str(tmp_path / "export"))
+    output = io.StringIO()
+    with pytest.raises(SystemExit):
+        call_command(*command, "--dry-run", stdout=output)
+    assert "had 1 revocations that the log did not have" in output.getvalue()
     for added in (1, 0):
-        answer = run("replay_revocations", "--from", str(tmp_path / "export"))
-        assert answer["export"]["added"] == added
+        assert run(*command)["export"]["added"] == added
     assert [state(key) for key in keys] == ["compromised", "deactivated", "active"]
     assert not Notice.objects.filter(kind=NoticeKind.REVOCATION_LOG_LOSS_ACCEPTED).exists()
 
