@@ -29,7 +29,7 @@ _NOT_KEPT = ("csrfmiddlewaretoken", "password", "second_factor", "secret")
 
 
 _NOT_SHOWN = frozenset({"version", "form_token"})
-"""Hidden fields, which nobody typed."""
+"""Hidden fields, which the operator does not type."""
 
 
 def error_page(request: HttpRequest, title: str, detail: str, status: int, request_id: str) -> HttpResponse:

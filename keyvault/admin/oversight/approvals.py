@@ -138,7 +138,7 @@ def _waiting_row(item: Attention, row: Any) -> WaitingRow:
 class ReviewedRow:
     """A row on the page that approves it.
 
-    `requester`: empty, if nobody requested the row. `fault`: why the operator cannot approve it; empty: the operator
+    `requester`: empty if the row has no requester. `fault`: why the operator cannot approve it; empty: the operator
     can.
     """
 

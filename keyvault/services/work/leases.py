@@ -180,7 +180,7 @@ def pause(lease: Lease, now: datetime, error: str, *, seconds: int = 0) -> None:
 
 
 def fail(lease: Lease, now: datetime, error: str) -> None:
-    """Release the work after a failure that no pause repairs: it is due again at once, and its row has the error."""
+    """Release the work after a failure that no pause repairs: due again immediately, with the error in its row."""
     _reschedule(lease, now, error)
 
 

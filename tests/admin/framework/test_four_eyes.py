@@ -144,7 +144,7 @@ def test_action_by_any_operator_of_the_requester_is_refused(desk: Desk, page: st
 
 
 def test_approver_sees_that_the_requester_was_disabled_meanwhile(desk: Desk) -> None:
-    """Guarantee: nobody approves the request of a disabled operator, whose account may be stolen, without knowing."""
+    """Guarantee: an approver knows that the requester was disabled, because the account may have been stolen."""
     row = request_key(desk.production, by=desk.tam)
     approver, page = browser(desk.approver), address("keyvault_issuancerequest_change", row.pk)
     assert "tam (disabled)" not in text_of(approver.get(page))
