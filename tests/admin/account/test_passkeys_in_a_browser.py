@@ -34,6 +34,7 @@ def test_passkey_is_enrolled_and_signs_in(live_server: LiveServer, tmp_path: Pat
             _enroll(browser)
             browser.click(".who > summary")
             browser.click("#logout-form button")
+            browser.wait_for_title("You are signed out")
             browser.open(f"{live_server.url}/admin/")
             browser.write("[name=username]", "new")
             browser.write("[name=password]", PASSWORD)
