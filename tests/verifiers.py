@@ -16,7 +16,7 @@ def make_verifier(verifier_id: str = "verifier-1", **columns: Any) -> Verifier:
     row = Verifier.objects.create(
         verifier_id=verifier_id,
         **{
-            "door": "server",
+            "entry_point": "server",
             "started_at": Now(),
             "seen_at": Now(),
             "staleness_ms": int(STALENESS.total_seconds() * 1000),
@@ -39,7 +39,7 @@ def fall_silent(verifier: Verifier, since: timedelta = STALENESS + timedelta(sec
 
 
 def database_now() -> datetime:
-    row = Verifier(verifier_id="clock", door="server", started_at=Now(), seen_at=Now(), staleness_ms=1)
+    row = Verifier(verifier_id="clock", entry_point="server", started_at=Now(), seen_at=Now(), staleness_ms=1)
     row.save()
     row.refresh_from_db()
     row.delete()

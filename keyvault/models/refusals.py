@@ -10,12 +10,12 @@ from keyvault.wire.entry_points import VerificationEntryPoint
 class Refusal(models.Model):
     """One denied request for an endpoint. `key_id` and `merchant_id` are set only when possession was proved.
 
-    `door`: the entry point. `trace`: the list of applied rules, each `[code, passed]`.
+    `trace`: the list of applied rules, each `[code, passed]`.
     """
 
     request_id = models.CharField(primary_key=True, max_length=32)
     at = models.DateTimeField(db_index=True)
-    door = choice(VerificationEntryPoint)
+    entry_point = choice(VerificationEntryPoint, db_column="door")  # the name that version 0.2.0 knows
     environment = choice(Environment)
     endpoint = models.CharField(max_length=100, blank=True)
     code = models.CharField(max_length=64)
@@ -28,7 +28,7 @@ class Refusal(models.Model):
 
     class Meta:
         constraints = [
-            choices_check("refusal_door", "door", VerificationEntryPoint),
+            choices_check("refusal_door", "entry_point", VerificationEntryPoint),
             choices_check("refusal_environment", "environment", Environment),
         ]
         indexes = [

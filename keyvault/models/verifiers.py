@@ -8,14 +8,14 @@ from keyvault.models.columns import at
 class Verifier(models.Model):
     """One verifying process.
 
-    `door`: the entry point that it serves, shown in receipts.
+    `entry_point`: the one that it serves, shown in receipts.
     `confirmed_sequence`: it has applied every change up to this number, and no lower number can still appear.
     `seen_at`: when it last confirmed, by the database's clock. After `staleness_ms` without a confirmation it no
     longer allows requests from memory, so that receipts need not wait for it.
     """
 
     verifier_id = models.CharField(primary_key=True, max_length=64)
-    door = models.CharField(max_length=16)
+    entry_point = models.CharField(max_length=16, db_column="door")  # the name that version 0.2.0 knows
     started_at = models.DateTimeField()
     confirmed_sequence = models.PositiveBigIntegerField(default=0)
     seen_at = models.DateTimeField()

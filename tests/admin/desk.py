@@ -83,7 +83,7 @@ def make_endpoint(name: str = "refunds.create", **changed: Any) -> CatalogEndpoi
 def make_refusal(request_id: str = "R" * 22, **changes: Any) -> Refusal:
     """Store a refusal of an unauthenticated key."""
     columns = {
-        "door": "verify",
+        "entry_point": "verify",
         "environment": SANDBOX,
         "endpoint": "orders.retrieve",
         "code": "credential_invalid",

@@ -354,7 +354,7 @@ def test_gateway_refusal_is_found_by_its_request_id(dialect: Dialect, gateway: G
     refusals.flush()
     found = Refusal.objects.filter(pk=response["X-Request-Id"]).first()
     assert found is not None
-    assert (found.door, found.environment, found.endpoint) == (dialect.value, "sandbox", "orders.create")
+    assert (found.entry_point, found.environment, found.endpoint) == (dialect.value, "sandbox", "orders.create")
     assert (found.code, found.merchant_id, found.source) == ("method_not_supported", "acme", "192.0.2.7")
 
 

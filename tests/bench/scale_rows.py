@@ -285,7 +285,7 @@ def _make_short_rows(now: datetime) -> None:
     Refusal.objects.create(
         request_id="refusal",
         at=now,
-        door="verify",
+        entry_point="verify",
         environment=PRODUCTION,
         endpoint="orders.retrieve",
         code="credential_invalid",
@@ -305,7 +305,7 @@ def _make_short_rows(now: datetime) -> None:
         expires_at=now + timedelta(days=1),
     )
     verifier = Verifier.objects.create(
-        verifier_id="gone", door="verifier", started_at=now, seen_at=now, staleness_ms=1000, stopped_at=now
+        verifier_id="gone", entry_point="verifier", started_at=now, seen_at=now, staleness_ms=1000, stopped_at=now
     )
     Confirmation.objects.create(verifier=verifier, sequence=1, at=now)
 

@@ -478,7 +478,7 @@ def write_day(month: Month) -> None:
         Refusal(
             request_id=f"{chosen.getrandbits(120):022x}"[:22],
             at=month.end - timedelta(seconds=chosen.uniform(0, 86_000)),
-            door="verify",
+            entry_point="verify",
             environment=PRODUCTION,
             endpoint="orders.create",
             code=code,

@@ -304,7 +304,9 @@ def _integrate(place: Account) -> tuple[CustomerToken, Order]:
     token, _ = issue_customer_token(allowed, place, key, customer_id="alice")
     allowed = grant(holder, Permission.ORDERS_CREATE, place)
     order = create_order(allowed, place, amount_minor=1, currency="EUR", customer_id="alice")
-    Refusal.objects.create(request_id="x", at=now(), door="integration", environment=SANDBOX, code="rate_limited")
+    Refusal.objects.create(
+        request_id="x", at=now(), entry_point="integration", environment=SANDBOX, code="rate_limited"
+    )
     run_once(
         holder=holder.credential_id,
         endpoint="orders.create",

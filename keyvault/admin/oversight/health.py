@@ -156,7 +156,7 @@ def _verifiers_table(health: SystemHealth) -> Table:
         [
             [
                 mono(row.verifier_id),
-                row.door,
+                row.entry_point,
                 badge("current" if is_current.get(row.verifier_id) else "stale"),
                 counted(max(newest - row.confirmed_sequence, 0), "change"),
                 moment(row.seen_at),

@@ -34,7 +34,9 @@ _BY_CODE = {code.value: Q(code=code.value) for code in ErrorCode}
 
 
 ENTRY_POINT_FILTER = state_filter(
-    {point.value: Q(door=point.value) for point in VerificationEntryPoint}, name="door", title="entry point"
+    {point.value: Q(entry_point=point.value) for point in VerificationEntryPoint},
+    name="entry_point",
+    title="entry point",
 )
 
 
@@ -91,7 +93,7 @@ class RefusalAdmin(ConsoleModelAdmin):
             [
                 ("Request id", mono(row.request_id)),
                 ("When", moment(row.at)),
-                ("Entry point", row.door),
+                ("Entry point", row.entry_point),
                 ("Environment", badge(row.environment)),
                 ("Endpoint", row.endpoint or "not in the catalog"),
                 ("Key", _key(row)),

@@ -197,7 +197,7 @@ class Follower(BackgroundThread):
             if not known:
                 Verifier.objects.create(
                     verifier_id=reporter,
-                    door=self.entry_point,
+                    entry_point=self.entry_point,
                     started_at=Now(),
                     seen_at=Now(),
                     confirmed_sequence=confirmed,
@@ -216,7 +216,7 @@ class Follower(BackgroundThread):
         statements = [_LOCK_TIMEOUT, _REPORT, _CONFIRM] if self._has_moved else [_LOCK_TIMEOUT, _REPORT]
         values = {
             "reporter": sql.Literal(reporter),
-            "door": sql.Literal(self.entry_point),
+            "entry_point": sql.Literal(self.entry_point),
             "confirmed": sql.Literal(confirmed),
             "staleness": sql.Literal(round(1000 * _expires_after_seconds())),
         }
@@ -290,7 +290,7 @@ _LOCK_TIMEOUT: Final = "SET LOCAL lock_timeout = '200ms'"
 _REPORT: Final = """
     INSERT INTO keyvault_verifier
         (verifier_id, door, started_at, confirmed_sequence, seen_at, staleness_ms, stopped_at)
-    VALUES ({reporter}, {door}, statement_timestamp(), {confirmed}, statement_timestamp(), {staleness}, NULL)
+    VALUES ({reporter}, {entry_point}, statement_timestamp(), {confirmed}, statement_timestamp(), {staleness}, NULL)
     ON CONFLICT (verifier_id) DO UPDATE SET
         confirmed_sequence = excluded.confirmed_sequence, seen_at = excluded.seen_at, stopped_at = NULL
 """

@@ -203,7 +203,7 @@ def report_usage(service: Service, name: str, report: UsageReport, now: datetime
 
 def forget_old_readers(now: datetime) -> None:
     """Delete a batch of readers that were silent for an hour. Their rows as verifiers stay for receipts, stopped."""
-    running = Verifier.objects.filter(door=ENTRY_POINT, stopped_at__isnull=True)
+    running = Verifier.objects.filter(entry_point=ENTRY_POINT, stopped_at__isnull=True)
     # By the database's clock: receipts wait for no verifier that has stopped.
     running.filter(seen_at__lt=Now() - _FORGOTTEN_AFTER).update(stopped_at=F("seen_at"))
     old = FeedReader.objects.filter(created_at__lt=now - _FORGOTTEN_AFTER).order_by("created_at")
@@ -225,7 +225,7 @@ def _register(service: Service, reader_id: str, token: ServiceToken, now: dateti
         )
         alive = {"seen_at": Now(), "staleness_ms": _staleness_ms(token), "stopped_at": None}
         Verifier.objects.update_or_create(
-            pk=reader_id, defaults=alive, create_defaults={**alive, "door": ENTRY_POINT, "started_at": Now()}
+            pk=reader_id, defaults=alive, create_defaults={**alive, "entry_point": ENTRY_POINT, "started_at": Now()}
         )
         reporter = UsageReporter.objects.filter(pk=reader_id)
         if reporter.exists():

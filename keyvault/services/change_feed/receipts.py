@@ -191,7 +191,7 @@ def _receipt(sequence: int) -> Receipt:
         if progress is not None and (progress is not VerifierProgress.EXPIRED or _was_active(row, change)):
             receipts.append(
                 VerifierReceipt(
-                    row.verifier_id, row.door, progress, row.first_confirmed_at, row.started_at, row.seen_at
+                    row.verifier_id, row.entry_point, progress, row.first_confirmed_at, row.started_at, row.seen_at
                 )
             )
     return Receipt(

@@ -87,7 +87,7 @@ class _RefusalEntry:
         return Refusal(
             request_id=self.request_id[:32],
             at=self.at,
-            door=self.entry_point,
+            entry_point=self.entry_point,
             environment=self.environment,
             endpoint=clean_text(self.endpoint, 100),
             code=self.denial.code,

@@ -19,7 +19,7 @@ def test_health_shows_stale_verifiers_and_lost_workers(desk: Desk) -> None:
     """Guarantee: a verifier that no longer reports is stale, a worker lost, and the page says so first."""
     for name, ago in (("fresh-1", 0), ("silent-1", 3600)):
         at = now() - timedelta(seconds=ago)
-        Verifier.objects.create(verifier_id=name, door="server", started_at=at, seen_at=at, staleness_ms=2_500)
+        Verifier.objects.create(verifier_id=name, entry_point="server", started_at=at, seen_at=at, staleness_ms=2_500)
     ServiceProcess.objects.create(name="worker celery@one", kind="worker", seen_at=now())
     ServiceProcess.objects.create(name="beat one", kind="beat", seen_at=now() - timedelta(hours=1))
     page = text_of(browser(desk.auditor).get(address("health")))
@@ -35,7 +35,9 @@ def test_health_shows_stale_verifiers_and_lost_workers(desk: Desk) -> None:
 
 def test_health_of_an_operator_of_one_merchant_has_only_webhooks(desk: Desk) -> None:
     """Guarantee: the processes of the installation are not shown to an operator of some merchants."""
-    Verifier.objects.create(verifier_id="fresh-1", door="server", started_at=now(), seen_at=now(), staleness_ms=2_500)
+    Verifier.objects.create(
+        verifier_id="fresh-1", entry_point="server", started_at=now(), seen_at=now(), staleness_ms=2_500
+    )
     limited = make_operator("limited", Role.AUDITOR, scope=AccessScope(frozenset({"acme"})))
     page = text_of(browser(limited).get(address("health")))
     assert "Webhook endpoints that fail" in page

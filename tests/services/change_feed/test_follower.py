@@ -284,7 +284,7 @@ def test_follower_first_poll_clears_the_cache_and_registers(recorded: RecordedFo
     recorded.follower.poll_once()
     assert (recorded.cleared, recorded.applied) == (1, [])
     row = Verifier.objects.get()
-    assert (row.verifier_id, row.door, row.stopped_at) == (usage_log.reporter_id, "test", None)
+    assert (row.verifier_id, row.entry_point, row.stopped_at) == (usage_log.reporter_id, "test", None)
     assert row.confirmed_sequence == sequence
     assert row.staleness_ms >= settings.MAX_STALENESS_SECONDS * 1000
     assert list(Confirmation.objects.values_list("sequence", flat=True)) == [sequence]
@@ -677,7 +677,9 @@ def test_follower_deletes_old_confirmations_and_verifiers() -> None:
     at = now()
     for name, days in (("gone", 8), ("here", 0)):
         seen_at = at - timedelta(days=days)
-        Verifier.objects.create(verifier_id=name, door="test", started_at=seen_at, seen_at=seen_at, staleness_ms=1)
+        Verifier.objects.create(
+            verifier_id=name, entry_point="test", started_at=seen_at, seen_at=seen_at, staleness_ms=1
+        )
         for sequence, age in ((1, 31), (2, 29)):
             Confirmation.objects.create(verifier_id=name, sequence=sequence, at=at - timedelta(days=age))
     follower.forget_old(at)
@@ -691,7 +693,7 @@ def test_follower_deletes_a_verifier_with_many_confirmations_in_batches(monkeypa
     monkeypatch.setattr("keyvault.services.work.deletion.MAX_DELETED", 2)
     at = now()
     gone = Verifier.objects.create(
-        verifier_id="gone", door="test", started_at=at, seen_at=at - timedelta(days=8), staleness_ms=1
+        verifier_id="gone", entry_point="test", started_at=at, seen_at=at - timedelta(days=8), staleness_ms=1
     )
     Confirmation.objects.bulk_create(Confirmation(verifier=gone, sequence=number, at=at) for number in range(5))
     remaining = []

@@ -66,7 +66,7 @@ def test_receipt_without_verifiers_is_complete(sequence: int) -> None:
 
 def test_receipt_is_complete_once_every_live_verifier_has_confirmed(sequence: int) -> None:
     """One of two, or a confirmation of an earlier sequence, is not enough."""
-    first, second = make_verifier("verifier-1"), make_verifier("verifier-2", door="verifier")
+    first, second = make_verifier("verifier-1"), make_verifier("verifier-2", entry_point="verifier")
     confirm(first, sequence)
     confirm(second, sequence - 1)
     assert not receipt_of(sequence).is_complete

@@ -95,7 +95,7 @@ def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def confirm_all() -> None:
     """Let a verifier confirm everything; on PostgreSQL the backfill waits for that."""
-    values = {"door": "test", "started_at": now(), "seen_at": now(), "staleness_ms": 2000}
+    values = {"entry_point": "test", "started_at": now(), "seen_at": now(), "staleness_ms": 2000}
     Verifier.objects.update_or_create(pk="v", defaults={**values, "confirmed_sequence": read_counter()})
 
 

@@ -106,7 +106,7 @@ def test_refusal_is_found_by_its_request_id(log: RefusalLog) -> None:
     found = Refusal.objects.filter(pk="R1").first()
     assert found is not None
     assert (found.code, found.key_id, found.merchant_id) == ("key_revoked", "K" * 16, "acme")
-    assert (found.door, found.endpoint, found.source) == ("verify", "orders.retrieve", "192.0.2.7")
+    assert (found.entry_point, found.endpoint, found.source) == ("verify", "orders.retrieve", "192.0.2.7")
     assert found.trace == [["credential_invalid", True], ["key_revoked", False]]
     assert found.internal == "the key is deactivated"
 
@@ -334,7 +334,13 @@ def test_refusals_older_than_their_retention_are_deleted_in_batches() -> None:
     """Those without proof are kept for one day, because any caller can cause them."""
 
     def keep(request_id: str, at: datetime, key_id: str = "0123456789abcdef") -> None:
-        columns = {"door": "verify", "environment": SANDBOX, "code": "key_revoked", "detail": "no", "key_id": key_id}
+        columns = {
+            "entry_point": "verify",
+            "environment": SANDBOX,
+            "code": "key_revoked",
+            "detail": "no",
+            "key_id": key_id,
+        }
         Refusal.objects.create(request_id=request_id, at=at, **columns)
 
     today = now()
