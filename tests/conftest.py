@@ -50,6 +50,9 @@ VAULTS = frozenset({"vault", "vault_on_disk"})
 MARKED = re.compile(r"\bmark\.(?:database|postgres)\b")
 """Marks a test that runs on PostgreSQL, which `_belongs_here` reads from the test itself."""
 
+LONG = re.compile(r"\bmark\.long\b|(?<!key)vault")
+"""In each file with a test marked `long`: the mark, or a fixture that needs a Vault."""
+
 # Two workers share two cores, so a slow example says nothing about the code. CI repeats itself exactly.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("suite")
@@ -73,11 +76,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Import no file without a test that is marked for PostgreSQL, in a run on PostgreSQL that does not name it."""
-    if PLACE.database == "sqlite" or not collection_path.match("test_*.py"):
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file without a test for PostgreSQL, or without a long one, in a run of only these.
+
+    A file that the command line names is imported.
+    """
+    needed = [MARKED] * (PLACE.database == "postgres") + [LONG] * (config.getoption("-m") == "long")
+    if not needed or not collection_path.match("test_*.py"):
         return None
-    return None if MARKED.search(collection_path.read_text()) else True
+    text = collection_path.read_text()
+    return None if all(each.search(text) for each in needed) else True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,6 +100,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not VAULTS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("openbao")
             item.add_marker("long")
+        if item.get_closest_marker("long") and not LONG.search(item.path.read_text()):
+            raise pytest.UsageError(
+                f"{item.nodeid}: `make test-long` would not read its file; name the mark or the Vault"
+            )
         (kept if _belongs_here(item) and not _is_repeated(item, seen) else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)

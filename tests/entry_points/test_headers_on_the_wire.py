@@ -21,7 +21,7 @@ from tests.fuzz import served
 from tests.fuzz.drive import UNLIMITED
 from tests.fuzz.served import serving
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True), pytest.mark.long]
 
 ACKNOWLEDGE = b"/sandbox/credentials/acknowledge"
 VERIFY = b"/v1/keys/verify"

@@ -30,7 +30,7 @@ from tests.factories import PRODUCTION, account, grant, issue, make_merchant, ma
 from tests.fuzz.drive import UNLIMITED
 from tests.fuzz.served import serving
 
-pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.database, pytest.mark.django_db(transaction=True), pytest.mark.long]
 
 DENIED = re.compile(rb'"code": ?"credential_invalid"')
 ORDERS = "/sandbox/merchants/orders/ord_00000000000000000000"

@@ -36,6 +36,7 @@ VERDICTS = {
 """Codes that the requests below cause; the empty one is the server's own 400."""
 
 
+@pytest.mark.long
 @pytest.mark.django_db(transaction=True)
 def test_fuzz_of_request_lines_and_headers_finds_no_deviation_from_the_contract(tmp_path: Path) -> None:
     """Guarantee: every spelling of a request is judged by the table of verdicts, refused, or not read as a request."""

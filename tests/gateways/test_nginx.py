@@ -23,7 +23,7 @@ from .scene import (
     opened_scene,
 )
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("nginx")]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("nginx"), pytest.mark.long]
 
 LOST = (503, "dependency_unavailable")
 

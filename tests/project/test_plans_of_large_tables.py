@@ -46,7 +46,7 @@ from tests.factories import grant, make_operator, make_token
 from tests.plans import SlowQueries, empty_files, list_plan_faults, multiply_statistics
 from tests.rotation import scene
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db, pytest.mark.long]
 
 SIZE = Size(1_000)
 FACTOR = 1_000
