@@ -52,7 +52,7 @@ from keyvault.hotpath.engine.cached_verdicts import (
     Tally,
 )
 from keyvault.hotpath.engine.freshness import Freshness
-from keyvault.hotpath.engine.memory import RULES, CacheEntry, Memory, key_entry
+from keyvault.hotpath.engine.memory import RULES, TAG_KEY_BYTES, CacheEntry, Memory, key_entry
 from keyvault.hotpath.engine.ports import EngineVerdict, Ports
 from keyvault.hotpath.messages.requests import VerifyRequest, decode_plain_verify, decode_verify
 from keyvault.hotpath.messages.responses import HttpResponse
@@ -82,7 +82,7 @@ class Engine:
         self.ports = ports
         self.freshness = freshness
         self.base_paths = {env.value: urlsplit(url).path for env, url in ports.base_urls.items()}
-        self.memory = Memory(ports.random_bytes(32), capacity)
+        self.memory = Memory(ports.random_bytes(TAG_KEY_BYTES), capacity)
         self.rules: PolicySnapshot | None = None
         self.lock = threading.Lock()
         self.changes = 0

@@ -1,7 +1,8 @@
 """Bounded in-memory cache: records by id, and by a tag of the full string that proved them.
 
-A tag is a blake2b MAC under a random key of this process, which is stored nowhere. Tags in a memory dump reveal no
-string, and no string is used as a dictionary key.
+A tag is the SHA-256 of a random key of this process, which is stored nowhere, and the string. Tags in a memory dump
+reveal no string, and no string is used as a dictionary key. HMAC would only protect tags that an attacker knows against
+extension, and no tag leaves the process.
 """
 
 import hashlib
@@ -14,7 +15,9 @@ from keyvault.access.verification import TokenRecord
 from keyvault.domain.ids import Subject
 from keyvault.domain.keys import DEAD_STATES, KeyRecord
 
-TAG_BYTES: Final = 16
+TAG_KEY_BYTES: Final = 64
+"""Length of a tag's key: one block of SHA-256, which is hashed once and not for each tag."""
+
 _NEVER = float("inf")
 _EVICTED = float("-inf")
 """Deadline of an evicted entry, so that code which still references the entry finds it expired."""
@@ -181,9 +184,7 @@ class Memory:
     """All caches of a process, and the index from subjects of changes to records."""
 
     def __init__(self, tag_key: bytes, capacity: int) -> None:
-        keyed = hashlib.blake2b(key=tag_key, digest_size=TAG_BYTES)
-        keyed.update(b"\0")  # hash the key block once, not for each tag
-        self.new_tag = keyed.copy
+        self.new_tag = hashlib.sha256(tag_key).copy
         """For hot loops: `update` the new hash with the text and take its digest."""
         self._by_credential: dict[str, tuple[str, ...]] = {}
         """Usually one key id; two during a rotation."""

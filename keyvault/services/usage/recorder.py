@@ -667,13 +667,19 @@ _SOURCES = """
             GROUP BY key_id, name, number
         ) AS minutes
     ) AS gaps
-    WHERE key_id IN (SELECT key_id FROM private) AND (SELECT count(*) FROM buckets) >= 0
+    WHERE (SELECT count(*) FROM buckets) >= 0
     GROUP BY key_id, name
-    HAVING max(allowed_at) IS NOT NULL OR max(denied_at) IS NOT NULL OR (<source>) IS NOT NULL
+    HAVING key_id IN (SELECT key_id FROM private)
+        AND (max(allowed_at) IS NOT NULL OR max(denied_at) IS NOT NULL OR (<source>) IS NOT NULL)
     ORDER BY key_id, name
 """
 _SOURCES = _SOURCES.replace("<source>", _SOURCE.replace("<key_id>", 'gaps.key_id COLLATE "default"'))
 _SOURCES = _SOURCES.replace("<name>", 'gaps.name COLLATE "default"')
+"""The private keys are in HAVING, where PostgreSQL looks each key up in a hash table.
+
+As a condition of WHERE they would be a join. PostgreSQL expects one of them, and would compare each row with each key.
+"""
+
 _ATTEMPTS = """
     SELECT
         used.key_id, outcome, max(last_at), max(last_at) FILTER (WHERE outcome = 'refused' AND sources.name IS NULL)
