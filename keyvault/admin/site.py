@@ -43,8 +43,8 @@ from keyvault.admin.framework.actions import RowAction
 from keyvault.admin.framework.attention import (
     URGENT_TONES,
     Attention,
-    KeptSelections,
-    Selection,
+    AttentionQuery,
+    KeptQueries,
     attention_context,
     count_by_entry,
     menu_counts,
@@ -163,7 +163,7 @@ class ConsoleSite(AdminSite):
             *audit_export.PAGES,
         ]
         self._overview_parts: list[PartFinder] = []
-        self._selections = KeptSelections()
+        self._queries = KeptQueries()
         for model, model_admin in MODEL_ADMINS:
             self.register(model, model_admin)
 
@@ -331,7 +331,7 @@ class ConsoleSite(AdminSite):
     # --- the overview and the frame ---------------------------------------------------------------------
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
-        found, others = self._selections.find("overview", request, partial(self._select_overview, request)).find()
+        found, others = self._queries.find("overview", request, partial(self._select_overview, request)).find()
         menu_counts.store(request, count_by_entry(found))
         context: dict[str, Any] = {
             "title": self.index_title,
@@ -351,11 +351,11 @@ class ConsoleSite(AdminSite):
         context["sections"] = [part.section for part in parts if part.section is not None]
         return live_page(self, request, "index", context, seconds=REFRESH_SECONDS)
 
-    def _select_overview(self, request: HttpRequest) -> Selection:
+    def _select_overview(self, request: HttpRequest) -> AttentionQuery:
         others = [finder.select(request) for finder in self._overview_parts]
         return select_rows(request, self._attention_items(request), others)
 
-    def _select_menu(self, request: HttpRequest) -> Selection:
+    def _select_menu(self, request: HttpRequest) -> AttentionQuery:
         return select_rows(request, [each for each in self._attention_items(request) if each.tone in URGENT_TONES])
 
     def _attention_items(self, request: HttpRequest) -> list[Attention]:
@@ -417,7 +417,7 @@ class ConsoleSite(AdminSite):
         tabs += [(model_admin.menu, model_admin.menu_tab(request)) for model_admin in self._model_admins()]
         counts = menu_counts.find(request)
         if counts is None:
-            found, _ = self._selections.find("menu", request, partial(self._select_menu, request)).find()
+            found, _ = self._queries.find("menu", request, partial(self._select_menu, request)).find()
             counts = count_by_entry(found)
             menu_counts.store(request, counts)
         return build_menu([(entry, tab) for entry, tab in tabs if tab is not None], counts)

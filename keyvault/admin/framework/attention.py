@@ -152,12 +152,12 @@ MENU_SECONDS = 10.0
 _MAX_KEPT = 1_000
 """Maximum sessions whose counts are kept."""
 
-_MAX_KEPT_SELECTIONS = 100
-"""Maximum selections that are kept, each of some 300 kB."""
+_MAX_KEPT_QUERIES = 100
+"""Maximum queries that are kept, each of some 300 kB."""
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class AttentionQuery:
     """Items and other selections, with the query that finds the first rows of all.
 
     Args:
@@ -179,7 +179,7 @@ class Selection:
 
 def select_rows(
     request: HttpRequest, items: Sequence[Attention], others: Sequence[Sequence[tuple[QuerySet[Any], str]]] = ()
-) -> Selection:
+) -> AttentionQuery:
     """Select at most MAX_ROWS + 1 rows of each walk of these items.
 
     Args:
@@ -188,31 +188,31 @@ def select_rows(
     walks = [item.limited_walks(request) for item in items]
     selections = [*((rows, "pk") for each in walks for rows in each), *(each for group in others for each in group)]
     statement = compile_selections(selections, MAX_ROWS + 1)
-    return Selection(items, list(map(len, walks)), list(map(len, others)), statement)
+    return AttentionQuery(items, list(map(len, walks)), list(map(len, others)), statement)
 
 
-class KeptSelections:
-    """Selections by operator and chosen environment: Django takes longer to compile one than the database to run it.
+class KeptQueries:
+    """Queries by operator and chosen environment: Django takes longer to compile one than the database to run it.
 
-    A selection has no rows and no time, only conditions: the operator's person, roles and scope decide which. So it
+    A query has no row and no time, only conditions, which follow from the operator's person, roles and scope. So it
     never becomes outdated. For an operator of named merchants it is compiled each time, with the ids of their accounts.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Hashable, ...], Selection] = {}
+        self._kept: dict[tuple[Hashable, ...], AttentionQuery] = {}
 
-    def find(self, name: str, request: HttpRequest, select: Callable[[], Selection]) -> Selection:
-        """Return the operator's selection of this name. `select` makes it."""
+    def find(self, name: str, request: HttpRequest, select: Callable[[], AttentionQuery]) -> AttentionQuery:
+        """Return the operator's query of this name. `select` makes it."""
         operator = operator_of(request)
         if operator.scope.merchants is not None:
             return select()
         key = (name, operator, environment_of(request))
-        selection = self._kept.get(key)
-        if selection is None:
-            if len(self._kept) >= _MAX_KEPT_SELECTIONS:
+        query = self._kept.get(key)
+        if query is None:
+            if len(self._kept) >= _MAX_KEPT_QUERIES:
                 self._kept.clear()
-            self._kept[key] = selection = select()
-        return selection
+            self._kept[key] = query = select()
+        return query
 
 
 def _merge(lists: Sequence[Sequence[str]]) -> list[str]:

@@ -274,7 +274,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
     def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         """Return the items of this model that the overview shows to the operator; the menu counts the urgent ones.
 
-        Their queries are kept, see `KeptSelections`: use `Now()` for the time, and read nothing.
+        Their queries are kept, see `KeptQueries`: use `Now()` for the time, and read nothing.
         """
         return ()
 

@@ -13,7 +13,7 @@ from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.admin.framework.attention import (
     Attention,
     AttentionItem,
-    KeptSelections,
+    KeptQueries,
     attention_context,
     select_rows,
 )
@@ -97,9 +97,9 @@ def request_of(operator: OperatorPrincipal, environment: str = "") -> Any:
     return request
 
 
-def test_selection_is_kept_for_one_operator_and_environment() -> None:
-    """Guarantee: nobody gets the selection of other roles, another scope or another person."""
-    kept, select = KeptSelections(), cast(Any, object)
+def test_query_is_kept_for_one_operator_and_environment() -> None:
+    """Guarantee: nobody gets the query of other roles, another scope or another person."""
+    kept, select = KeptQueries(), cast(Any, object)
     first = kept.find("menu", request_of(OPERATOR), select)
     assert kept.find("menu", request_of(OPERATOR), select) is first
     others = [
@@ -117,8 +117,8 @@ def test_selection_is_kept_for_one_operator_and_environment() -> None:
 @pytest.mark.database
 @pytest.mark.usefixtures("db")
 @pytest.mark.parametrize("environment", ["", SANDBOX])
-def test_selection_has_no_time_and_no_row(environment: str, django_assert_num_queries: Any) -> None:
-    """Guarantee: a selection that is kept never becomes outdated: it is the same at any time, and reads nothing."""
+def test_query_has_no_time_and_no_row(environment: str, django_assert_num_queries: Any) -> None:
+    """Guarantee: a query that is kept never becomes outdated: it is the same at any time, and reads nothing."""
     site = cast(ConsoleSite, admin.site)
     for roles in (frozenset(Role), *(frozenset({role}) for role in Role)):
         operator = replace(OPERATOR, roles=roles)
