@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, wraps
-from itertools import islice
 from typing import Any, TypeVar, cast
 
 from django.conf import settings
@@ -44,10 +43,12 @@ from keyvault.admin.framework.actions import RowAction
 from keyvault.admin.framework.attention import (
     URGENT_TONES,
     Attention,
+    AttentionQuery,
+    KeptQueries,
     attention_context,
     count_by_entry,
-    find_rows,
     menu_counts,
+    select_rows,
 )
 from keyvault.admin.framework.components import Tile, Tiles
 from keyvault.admin.framework.enforcement import grant_for, operator_of
@@ -162,6 +163,7 @@ class ConsoleSite(AdminSite):
             *audit_export.PAGES,
         ]
         self._overview_parts: list[PartFinder] = []
+        self._queries = KeptQueries()
         for model, model_admin in MODEL_ADMINS:
             self.register(model, model_admin)
 
@@ -329,10 +331,7 @@ class ConsoleSite(AdminSite):
     # --- the overview and the frame ---------------------------------------------------------------------
 
     def front_page(self, request: HttpRequest) -> HttpResponse:
-        items = self._attention_items(request)
-        selected = [finder.select(request) for finder in self._overview_parts]
-        found, ids = find_rows(request, items, [rows for part in selected for rows in part])
-        others = iter(ids)
+        found, others = self._queries.find("overview", request, partial(self._select_overview, request)).find()
         menu_counts.store(request, count_by_entry(found))
         context: dict[str, Any] = {
             "title": self.index_title,
@@ -344,17 +343,20 @@ class ConsoleSite(AdminSite):
             **attention_context(request, found),
             **overview_context(request),
         }
-        finders = zip(self._overview_parts, selected, strict=True)
-        parts = [
-            part
-            for finder, rows in finders
-            if (part := finder.find(request, list(islice(others, len(rows))))) is not None
-        ]
+        finders = zip(self._overview_parts, others, strict=True)
+        parts = [part for finder, values in finders if (part := finder.find(request, values)) is not None]
         tiles = [_with_notes(tile, parts) for tile in context.get("tiles", ())]
         tiles += [tile for part in parts for tile in part.tiles]
         context["tiles"] = Tiles(tiles) if tiles else ""
         context["sections"] = [part.section for part in parts if part.section is not None]
         return live_page(self, request, "index", context, seconds=REFRESH_SECONDS)
+
+    def _select_overview(self, request: HttpRequest) -> AttentionQuery:
+        others = [finder.select(request) for finder in self._overview_parts]
+        return select_rows(request, self._attention_items(request), others)
+
+    def _select_menu(self, request: HttpRequest) -> AttentionQuery:
+        return select_rows(request, [each for each in self._attention_items(request) if each.tone in URGENT_TONES])
 
     def _attention_items(self, request: HttpRequest) -> list[Attention]:
         """Return what may need the attention of the operator, and of others."""
@@ -415,8 +417,8 @@ class ConsoleSite(AdminSite):
         tabs += [(model_admin.menu, model_admin.menu_tab(request)) for model_admin in self._model_admins()]
         counts = menu_counts.find(request)
         if counts is None:
-            items = [item for item in self._attention_items(request) if item.tone in URGENT_TONES]
-            counts = count_by_entry(find_rows(request, items)[0])
+            found, _ = self._queries.find("menu", request, partial(self._select_menu, request)).find()
+            counts = count_by_entry(found)
             menu_counts.store(request, counts)
         return build_menu([(entry, tab) for entry, tab in tabs if tab is not None], counts)
 

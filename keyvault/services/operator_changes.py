@@ -17,6 +17,7 @@ from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db.models import QuerySet
+from django.db.models.functions import Now
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -159,7 +160,7 @@ def is_undecided(change: OperatorChange, now: datetime) -> bool:
     return bool(change.state == S.AWAITING_APPROVAL and now < change.approval_expires_at)
 
 
-def list_undecided(now: datetime) -> QuerySet[OperatorChange]:
+def list_undecided(now: datetime | Now) -> QuerySet[OperatorChange]:
     """Return the changes that await an approval, oldest first."""
     rows: QuerySet[OperatorChange] = OperatorChange.objects.filter(state=S.AWAITING_APPROVAL)
     return rows.filter(approval_expires_at__gt=now).order_by("created_at")

@@ -7,6 +7,7 @@ from typing import Any
 from django import forms
 from django.contrib import admin
 from django.db.models import QuerySet
+from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.utils.html import format_html
 
@@ -334,9 +335,7 @@ class CampaignAdmin(ConsoleModelAdmin):
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.ROTATIONS_APPROVE):
-            asked = self.get_queryset(request).filter(
-                state=C.AWAITING_APPROVAL, approval_expires_at__gt=datetime.now(UTC)
-            )
+            asked = self.get_queryset(request).filter(state=C.AWAITING_APPROVAL, approval_expires_at__gt=Now())
             others = asked.exclude(approvals__person=operator_of(request).person).order_by("created_at")
             where = f"?state__exact={C.AWAITING_APPROVAL}"
             yield self.approval("Campaigns to approve", others, where, one="Approve a campaign")

@@ -6,6 +6,7 @@ from typing import Any
 
 from django.contrib import admin
 from django.db.models import Exists, OuterRef, QuerySet
+from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html_join
@@ -164,7 +165,7 @@ class RetirementAdmin(ConsoleModelAdmin):
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if not may(request, P.ROTATIONS_APPROVE):
             return
-        asked = self.get_queryset(request).filter(approved_at__isnull=True, retire_at__gt=datetime.now(UTC))
+        asked = self.get_queryset(request).filter(approved_at__isnull=True, retire_at__gt=Now())
         yield self.approval(
             "Retirement dates to approve",
             asked.order_by("retire_at"),

@@ -1,6 +1,6 @@
 """Rotations in the console: requested, approved by a second person, monitored, controlled, collected once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +18,7 @@ from django.db.models import (
     Value,
     prefetch_related_objects,
 )
-from django.db.models.functions import Concat
+from django.db.models.functions import Concat, Now, Substr
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.functional import SimpleLazyObject
@@ -117,26 +117,28 @@ _UNDELIVERED = Q(state=S.PUBLISHING, delivered_at__isnull=False)
 """Rotations whose notification the merchant's endpoint does not accept."""
 
 
-def _blocking() -> list[tuple[QuerySet[Any], str]]:
-    """Select failed steps, and rotations whose notification the merchant's endpoint does not accept."""
-    failed = WorkLease.objects.filter(subject__startswith=subject_of("")).exclude(last_error="")
-    undelivered = Rotation.objects.filter(_UNDELIVERED)
-    return [(failed.order_by("subject"), "subject"), (undelivered.order_by("created_at"), "pk")]
+def _failed() -> QuerySet[Any]:
+    """Select the rotations whose last step failed, by the column `rotation`."""
+    prefix = subject_of("")
+    failed = WorkLease.objects.filter(subject__startswith=prefix).exclude(last_error="").order_by("subject")
+    return failed.annotate(rotation=Substr("subject", len(prefix) + 1)).values("rotation")
 
 
-def _is_blocked(subjects: Sequence[str], undelivered: Sequence[str]) -> Q:
-    """Select rotations that are blocked but not stalled. `subjects`, `undelivered`: of `_blocking`."""
-    ids = [*(subject.removeprefix(subject_of("")) for subject in subjects), *undelivered]
+def _is_blocked(ids: Any) -> Q:
+    """Select those of the rotations that are blocked but not stalled."""
     return Q(pk__in=ids) & ~Q(state__in=[S.STALLED, *CLOSED])
 
 
-def _unreviewed() -> tuple[QuerySet[Any], str]:
-    """Select the bypasses that are unreviewed for the longest time."""
-    return _UNREVIEWED.order_by("created_at"), "subject"
+def _find_blocking() -> list[str]:
+    """Return the rotations that failed steps or their merchants' endpoints block."""
+    undelivered = Rotation.objects.filter(_UNDELIVERED).order_by("created_at")
+    failed, others = find_values([(_failed(), "rotation"), (undelivered, "pk")], _MAX_LISTED)
+    return [*failed, *others]
 
 
-def _find(*selections: tuple[QuerySet[Any], str]) -> list[list[str]]:
-    return find_values(selections, _MAX_LISTED)
+def _unreviewed() -> QuerySet[Any]:
+    """Select the rotations whose bypasses are unreviewed for the longest time."""
+    return _UNREVIEWED.order_by("created_at").values("subject")[:_MAX_LISTED]
 
 
 _TO_COLLECT = (
@@ -152,7 +154,10 @@ _TO_CONFIRM = f"?state__exact={S.AWAITING_PROOF}"
 
 
 BYPASS_FILTER = state_filter(
-    lambda: {"open": Q(pk__in=_find(_unreviewed())[0]), "all": Q(bypassed_at__isnull=False)},
+    lambda: {
+        "open": Q(pk__in=list(_unreviewed().values_list("subject", flat=True))),
+        "all": Q(bypassed_at__isnull=False),
+    },
     name="bypass",
     title="bypass",
     labels={"open": "not reviewed yet", "all": "every bypass"},
@@ -168,7 +173,7 @@ COLLECTION_FILTER = state_filter(
 
 
 BLOCKED_FILTER = state_filter(
-    lambda: {"up": _is_blocked(*_find(*_blocking()))},
+    lambda: {"up": _is_blocked(_find_blocking())},
     name="held",
     title="blocked",
     labels={"up": "by a failing step or an endpoint"},
@@ -217,8 +222,10 @@ class RotationAdmin(ConsoleModelAdmin):
         found: QuerySet[Any] = rows.annotate(last_error=last_error, attempts=attempts)
         return found
 
-    def rows_with_changes(self, rows: QuerySet[Any]) -> QuerySet[Any]:
-        return rows.prefetch_related("predecessor__use")
+    def fetch_changes(self, rows: list[Any]) -> None:
+        # One query for rows without their keys, and one for those with: `rows_to_open` has them.
+        keys = Prefetch("predecessor", Key.objects.select_related("use"))
+        prefetch_related_objects(rows, keys, "predecessor__use")
 
     def find_row(self, request: HttpRequest, object_id: str) -> Any:
         """Load the rotation; its keys have its credential, which no list needs. Raises NotFoundError."""
@@ -336,7 +343,7 @@ class RotationAdmin(ConsoleModelAdmin):
 
     def _undecided(self, request: HttpRequest) -> QuerySet[Any]:
         rows: QuerySet[Any] = self.get_queryset(request).order_by("created_at")
-        return rows.filter(approval_expires_at__gt=datetime.now(UTC))
+        return rows.filter(approval_expires_at__gt=Now())
 
     def _asked(self, request: HttpRequest) -> QuerySet[Any]:
         return self._undecided(request).filter(state=S.AWAITING_APPROVAL)
@@ -357,8 +364,6 @@ class RotationAdmin(ConsoleModelAdmin):
     def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
         """Return stalled and urgent rotations first."""
         rows, me = self.get_queryset(request).order_by("created_at"), operator_of(request).person
-        failing, _ = _blocking()
-        failed, unreviewed = _find(failing, _unreviewed())
         yield self.attention(
             "Stalled rotations",
             rows.filter(state=S.STALLED),
@@ -394,9 +399,9 @@ class RotationAdmin(ConsoleModelAdmin):
             rows,
             "?held=up",
             "alarm",
-            walks=[rows.filter(_is_blocked(failed, [])), rows.filter(_UNDELIVERED)],
+            walks=[rows.filter(_is_blocked(_failed()[:_MAX_LISTED])), rows.filter(_UNDELIVERED)],
         )
-        bypassed = rows.filter(pk__in=unreviewed)
+        bypassed = rows.filter(pk__in=_unreviewed())
         yield self.attention("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
 
     def _is_available(self, request: HttpRequest, action: RowAction, row: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from django import forms
 from django.contrib import admin
 from django.db.models import QuerySet
+from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import reverse
 
@@ -227,7 +228,7 @@ class StandingApprovalAdmin(ConsoleModelAdmin):
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if not may(request, P.ROTATIONS_APPROVE):
             return
-        now, me = datetime.now(UTC), operator_of(request).person
+        now, me = Now(), operator_of(request).person
         asked = self.get_queryset(request).filter(
             state=A.AWAITING_APPROVAL, approval_expires_at__gt=now, expires_at__gt=now
         )

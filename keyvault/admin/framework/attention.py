@@ -1,7 +1,7 @@
 """What needs the operator's attention: rows of every model admin, found by one query for the menu and the overview."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from time import monotonic
@@ -13,7 +13,7 @@ from django.http import HttpRequest
 from keyvault.access.permissions import Permission
 from keyvault.access.rules import operation
 from keyvault.admin.framework.enforcement import operator_of
-from keyvault.admin.framework.row_search import find_values
+from keyvault.admin.framework.row_search import Statement, compile_selections
 from keyvault.admin.framework.shown_environment import environment_of
 from keyvault.admin.framework.widgets import Line
 
@@ -74,7 +74,7 @@ class Attention:
         return [self._limit(request, rows) for rows in self.walks or (self.rows,)]
 
     def first_rows(self, request: HttpRequest, ids: Sequence[str], most: int) -> QuerySet[Any]:
-        """Return at least the first `most` rows of those that `find_rows` found, in their order."""
+        """Return at least the first `most` rows of those that `select_rows` found, in their order."""
         return self._limit(request, self.rows).filter(pk__in=ids[: most * max(len(self.walks), 1)])
 
     def _limit(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
@@ -85,7 +85,7 @@ class Attention:
         return rows
 
     def read(self, request: HttpRequest, ids: Sequence[str]) -> "AttentionItem":
-        """Return the item with its first lines. `ids`: of the rows that `find_rows` found."""
+        """Return the item with its first lines. `ids`: of the rows that `select_rows` found."""
         if self.decide is None and self.select is _all:
             most, shown = MAX_ROWS, list(self.first_rows(request, ids, MAX_LINES)[:MAX_LINES])
             found = len(ids)
@@ -101,10 +101,7 @@ class Attention:
 
     def read_decidable(self, request: HttpRequest, ids: Sequence[str], most: int) -> list[Any]:
         """Return those of the first `most` rows that belong to the item and that the operator may decide."""
-        return self.decidable(request, self.first_rows(request, ids, most)[:most])
-
-    def decidable(self, request: HttpRequest, rows: Iterable[Any]) -> list[Any]:
-        """Return those of the rows that belong to the item and that the operator may decide."""
+        rows = self.first_rows(request, ids, most)[:most]
         return self.select([row for row in rows if self._may_decide(request, row)])
 
     def item(self, lines: Sequence[Line] = (), count: int = 0, *, has_more: bool = False) -> "AttentionItem":
@@ -155,18 +152,67 @@ MENU_SECONDS = 10.0
 _MAX_KEPT = 1_000
 """Maximum sessions whose counts are kept."""
 
+_MAX_KEPT_QUERIES = 100
+"""Maximum queries that are kept, each of some 300 kB."""
 
-def find_rows(
-    request: HttpRequest, items: Sequence[Attention], others: Sequence[tuple[QuerySet[Any], str]] = ()
-) -> tuple[FoundAttention, list[list[str]]]:
-    """Return each item with the ids of its first rows, at most MAX_ROWS + 1 of each selection, by one query.
+
+@dataclass(frozen=True, slots=True)
+class AttentionQuery:
+    """Items and other selections, with the query that finds the first rows of all.
 
     Args:
-        others: further selections, each with the column that is returned of it, too.
+        walks: number of walks of each item.
+        others: number of selections of each group of other selections.
+    """
+
+    items: Sequence[Attention]
+    walks: Sequence[int]
+    others: Sequence[int]
+    statement: Statement
+
+    def find(self) -> tuple[FoundAttention, list[list[list[str]]]]:
+        """Return each item with the ids of its first rows, and the values of each group, by one query."""
+        values = iter(self.statement.find())
+        ids = [_merge(list(islice(values, count))) for count in self.walks]
+        return list(zip(self.items, ids, strict=True)), [list(islice(values, count)) for count in self.others]
+
+
+def select_rows(
+    request: HttpRequest, items: Sequence[Attention], others: Sequence[Sequence[tuple[QuerySet[Any], str]]] = ()
+) -> AttentionQuery:
+    """Select at most MAX_ROWS + 1 rows of each walk of these items.
+
+    Args:
+        others: groups of further selections, each with the column that is returned of it.
     """
     walks = [item.limited_walks(request) for item in items]
-    found = iter(find_values([*((rows, "pk") for each in walks for rows in each), *others], MAX_ROWS + 1))
-    return [(item, _merge(list(islice(found, len(each))))) for item, each in zip(items, walks, strict=True)], [*found]
+    selections = [*((rows, "pk") for each in walks for rows in each), *(each for group in others for each in group)]
+    statement = compile_selections(selections, MAX_ROWS + 1)
+    return AttentionQuery(items, list(map(len, walks)), list(map(len, others)), statement)
+
+
+class KeptQueries:
+    """Queries by operator and chosen environment: Django takes longer to compile one than the database to run it.
+
+    A query has no row and no time, only conditions, which follow from the operator's person, roles and scope. So it
+    never becomes outdated. For an operator of named merchants it is compiled each time, with the ids of their accounts.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Hashable, ...], AttentionQuery] = {}
+
+    def find(self, name: str, request: HttpRequest, select: Callable[[], AttentionQuery]) -> AttentionQuery:
+        """Return the operator's query of this name. `select` makes it."""
+        operator = operator_of(request)
+        if operator.scope.merchants is not None:
+            return select()
+        key = (name, operator, environment_of(request))
+        query = self._kept.get(key)
+        if query is None:
+            if len(self._kept) >= _MAX_KEPT_QUERIES:
+                self._kept.clear()
+            self._kept[key] = query = select()
+        return query
 
 
 def _merge(lists: Sequence[Sequence[str]]) -> list[str]:
@@ -191,10 +237,10 @@ def attention_context(request: HttpRequest, found: FoundAttention) -> dict[str, 
     Only the first items have lines. An item that turns out to have no row for the operator is empty.
     """
     order = ("alarm", "action", "plain")
-    ranked = sorted(found, key=lambda each: order.index(each[0].tone))
+    ranked = sorted((each for each in found if each[1]), key=lambda each: order.index(each[0].tone))
     items: list[AttentionItem] = []
     for item, ids in ranked:
-        is_shown = ids and sum(bool(each.lines) for each in items) < _MAX_SHOWN_ITEMS
+        is_shown = sum(bool(each.lines) for each in items) < _MAX_SHOWN_ITEMS
         if is_shown:
             items.append(item.read(request, ids))
         else:

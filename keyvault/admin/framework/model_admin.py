@@ -272,7 +272,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return None
 
     def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
-        """Return the items of this model that the overview shows to the operator; the menu counts the urgent ones."""
+        """Return the items of this model that the overview shows to the operator; the menu counts the urgent ones.
+
+        Their queries are kept, see `KeptQueries`: use `Now()` for the time, and read nothing.
+        """
         return ()
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
@@ -361,9 +364,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         """Return the same rows with what the page of one row shows besides."""
         return self.get_queryset(request)
 
-    def rows_with_changes(self, rows: QuerySet[Any]) -> QuerySet[Any]:
-        """Return the same rows with what `changes` reads."""
-        return rows
+    def fetch_changes(self, rows: list[Any]) -> None:
+        """Read what `changes` shows of these rows, by few queries for all."""
 
     def rows_shown(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
         """Return the rows of the environment that the operator has chosen; all, where rows have no environment."""

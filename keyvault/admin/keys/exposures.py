@@ -1,9 +1,10 @@
 """Suspected exposures: verified keys that were presented in a URL or from a browser."""
 
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 from django.db.models import Q, QuerySet
+from django.db.models.functions import Now
 
 from keyvault.admin.framework.filters import state_filter
 from keyvault.admin.framework.widgets import NOTHING, Table, badge, moment, mono
@@ -19,7 +20,7 @@ _MAX_ROWS = 20
 
 def exposures() -> QuerySet[UseBucket]:
     """Return recent uses that may have exposed the key, newest first. The key itself was verified."""
-    since = datetime.now(UTC) - timedelta(days=_EXPOSURE_DAYS)
+    since = Now() - timedelta(days=_EXPOSURE_DAYS)
     # The index has the begin of a bucket, which is at most a day before its last use.
     recent = UseBucket.objects.filter(is_exposure=True, span__in=UseSpan, minute__gte=since - timedelta(days=1))
     return recent.filter(last_at__gte=since).order_by("-last_at")

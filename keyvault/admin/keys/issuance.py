@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
 from django.db.models import Model, QuerySet
+from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html
@@ -352,7 +352,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
 
     def _pending(self, request: HttpRequest) -> QuerySet[Any]:
         rows = self.get_queryset(request).order_by("created_at")
-        return rows.filter(state=S.PENDING, expires_at__gt=datetime.now(UTC))
+        return rows.filter(state=S.PENDING, expires_at__gt=Now())
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.ISSUANCE_APPROVE):

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django.db.models import QuerySet
+from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html
@@ -120,7 +121,7 @@ class RecipientKeyAdmin(ConsoleModelAdmin):
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if may(request, P.RECIPIENTS_APPROVE):
-            rows = list_pending(self.get_queryset(request), datetime.now(UTC))
+            rows = list_pending(self.get_queryset(request), Now())
             rows = rows.exclude(approvals__person=operator_of(request).person)
             yield self.approval("Recipient keys that apply later", rows, "", "plain")
 

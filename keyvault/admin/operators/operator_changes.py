@@ -6,6 +6,7 @@ from typing import Any
 
 from django.contrib import admin
 from django.db.models import QuerySet
+from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import reverse
 
@@ -196,7 +197,7 @@ class OperatorChangeAdmin(ConsoleModelAdmin):
 
     @staticmethod
     def _waiting() -> QuerySet[OperatorChange]:
-        return list_undecided(datetime.now(UTC)).select_related("operator", "requester")
+        return list_undecided(Now()).select_related("operator", "requester")
 
     def line_of(self, row: OperatorChange) -> Line:
         return Line(self.url_of(row), self.name_of(row), f"requested by {requester_name(row)}", row.created_at)

@@ -18,7 +18,7 @@ from django.utils.html import format_html
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import ActionForm
-from keyvault.admin.framework.attention import MAX_DECIDABLE, MAX_ROWS, Attention, find_rows
+from keyvault.admin.framework.attention import MAX_DECIDABLE, MAX_ROWS, Attention, select_rows
 from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, changes_table, requester_name
 from keyvault.admin.framework.menu import ConsolePage
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
@@ -88,12 +88,13 @@ def _find_groups(site: AdminSite, request: HttpRequest) -> Iterator[WaitingGroup
     """Yield the groups that have rows. One query counts all, and one more reads each group's first rows."""
     items = [item for each in _model_admins(site, request) for item in each.approval_items(request)]
     selected = request.GET.getlist("select")
-    found, _ = find_rows(request, items)
-    for item, ids in found:
-        if not ids:
-            continue
-        first = item.model_admin.rows_with_changes(item.first_rows(request, ids, MAX_DECIDABLE + 1))
-        rows = item.decidable(request, first[: MAX_DECIDABLE + 1])
+    found, _ = select_rows(request, items).find()
+    decidable = [(item, ids, item.read_decidable(request, ids, MAX_DECIDABLE + 1)) for item, ids in found if ids]
+    for model_admin in {item.model_admin for item, _, _ in decidable}:
+        model_admin.fetch_changes(
+            [row for item, _, rows in decidable if item.model_admin is model_admin for row in rows]
+        )
+    for item, ids, rows in decidable:
         if not rows:
             continue
         shown = [_waiting_row(item, row) for row in rows[:MAX_DECIDABLE]]
@@ -197,10 +198,11 @@ def _find_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> 
         if not ids or not any(action.name == "approve" for action in model_admin.row_actions):
             continue
         try:
-            rows = model_admin.rows_with_changes(model_admin.rows_to_open(request))
-            yield from ((model_admin, row) for row in rows.filter(pk__in=ids))
+            rows = list(model_admin.rows_to_open(request).filter(pk__in=ids))
         except (ValueError, OverflowError):  # SQLite reads no number above its largest.
             raise NotFoundError("One of these requests does not exist.") from None
+        model_admin.fetch_changes(rows)
+        yield from ((model_admin, row) for row in rows)
 
 
 def _review(request: HttpRequest, model_admin: ConsoleModelAdmin, row: Any) -> ReviewedRow:

@@ -9,6 +9,7 @@ import secrets
 from datetime import datetime, timedelta
 
 from django.db.models import QuerySet
+from django.db.models.functions import Now
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
@@ -109,7 +110,7 @@ def is_pending(recipient: RecipientKey, now: datetime) -> bool:
     return recipient.withdrawn_at is None and recipient.applies_at > now
 
 
-def list_pending(rows: QuerySet[RecipientKey], now: datetime) -> QuerySet[RecipientKey]:
+def list_pending(rows: QuerySet[RecipientKey], now: datetime | Now) -> QuerySet[RecipientKey]:
     """Return those of the keys that do not apply yet, in the order in which they will."""
     return rows.filter(withdrawn_at__isnull=True, applies_at__gt=now).order_by("applies_at")
 

@@ -5,20 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db.models import CharField, F, IntegerField, QuerySet, TextField, Value
-from django.db.models.functions import Cast
-
-from keyvault.models import (
-    AuditChain,
-    AuditCheckpoint,
-    DeliveryState,
-    ServiceProcess,
-    Verifier,
-    WebhookDelivery,
-    WebhookEndpoint,
-    WorkLease,
-)
-from keyvault.models.union_parts import limit_part
+from keyvault.models import Verifier
 from keyvault.services.audit.checkpoints import signing_lease
 from keyvault.services.peppers.ring import list_served_sets
 from keyvault.services.startup.processes import LOST_AFTER
@@ -66,29 +53,56 @@ class SystemHealth:
         return min(times) if times and len(times) == len(self.signed) else None
 
 
+_PART = """
+    SELECT * FROM (
+        SELECT '{}' AS kind, CAST({} AS text) AS verifier_id, {} AS seen_at, {} AS staleness_ms
+        FROM keyvault_{} LIMIT %s
+    ) AS part
+"""
+"""The kind, name, time and number of some rows, as columns of a verifier."""
+
+_VERIFIERS = _PART.format("verifier", "verifier_id", "seen_at", "staleness_ms", "verifier WHERE stopped_at IS NULL")
+_PROCESSES = _PART.format("process", "name", "seen_at", 0, "serviceprocess")
+_DISABLED = _PART.format(
+    "endpoint", "id", "created_at", 0, "webhookendpoint WHERE disabled_at IS NOT NULL AND disabled_why <> ''"
+)
+_LATE = _PART.format(
+    "endpoint",
+    "endpoint_id",
+    "due_at",
+    0,
+    "webhookdelivery WHERE is_urgent IN (TRUE, FALSE) AND state = 'due' AND due_at < %s",
+)
+_CHECKPOINT = _PART.format("checkpoint", "scope", "at", 0, "auditcheckpoint WHERE scope = %s ORDER BY number DESC")
+_UNSIGNED = _PART.format(
+    "unsigned",
+    "scope",
+    "unsigned_since",
+    0,
+    "auditchain WHERE scope = %s AND unsigned_since IS NOT NULL ORDER BY unsigned_since",
+)
+_BROKEN = _PART.format("broken", "subject", "due_at", 0, "worklease WHERE subject = %s AND last_error <> ''")
+
+
 def find_system_health(now: datetime) -> SystemHealth:
-    """Return the state of the installation."""
+    """Return the state of the installation.
+
+    Django would take longer to compile the query than the database to run it.
+    """
     scopes = [scope.value for scope in list_served_sets()]
-    verifiers = Verifier.objects.filter(stopped_at__isnull=True)
-    late = WebhookDelivery.objects.filter(state=DeliveryState.DUE, due_at__lt=now - _LATE_AFTER)
-    chains = AuditChain.objects.filter(unsigned_since__isnull=False)
     leases = {signing_lease(scope): scope for scope in scopes}
-    parts = [
-        _rows("verifier", verifiers, "verifier_id", "seen_at", "staleness_ms"),
-        _rows("process", ServiceProcess.objects.all(), "name", "seen_at"),
-        _rows("endpoint", WebhookEndpoint.objects.filter(disabled_at__isnull=False).exclude(disabled_why="")),
-        _rows("endpoint", late.filter(is_urgent__in=(True, False)), "endpoint_id", "due_at"),
-        *(
-            _rows("checkpoint", AuditCheckpoint.objects.filter(scope=scope).order_by("-number"), "scope", "at", most=1)
-            for scope in scopes
-        ),
-        *(
-            _rows("unsigned", chains.filter(scope=scope).order_by("unsigned_since"), "scope", "unsigned_since", most=1)
-            for scope in scopes
-        ),
-        _rows("broken", WorkLease.objects.filter(subject__in=leases).exclude(last_error=""), "subject", "due_at"),
+    parts: list[tuple[str, list[Any]]] = [
+        (_VERIFIERS, [MAX_ROWS]),
+        (_PROCESSES, [MAX_ROWS]),
+        (_DISABLED, [MAX_ROWS]),
+        (_LATE, [now - _LATE_AFTER, MAX_ROWS]),
+        *((_CHECKPOINT, [scope, 1]) for scope in scopes),
+        *((_UNSIGNED, [scope, 1]) for scope in scopes),
+        *((_BROKEN, [lease, 1]) for lease in leases),
     ]
-    found = list(parts[0].union(*parts[1:], all=True))
+    query = " UNION ALL ".join(part for part, _ in parts)
+    rows: Any = Verifier.objects.raw(query, [value for _, values in parts for value in values])
+    found = [(row.kind, row.verifier_id, row.seen_at, row.staleness_ms) for row in rows]
     signed = {name: at for kind, name, at, _ in found if kind == "checkpoint"}
     return SystemHealth(
         verifiers=[
@@ -102,20 +116,3 @@ def find_system_health(now: datetime) -> SystemHealth:
         unsigned_since=min((at for kind, _, at, _ in found if kind == "unsigned"), default=None),
         failing_endpoints={name for kind, name, _, _ in found if kind == "endpoint"},
     )
-
-
-def _rows(
-    kind: str, rows: QuerySet[Any], name: str = "pk", at: str = "created_at", number: str = "", *, most: int = MAX_ROWS
-) -> QuerySet[Any, Any]:
-    """Select the kind, name, time and number of the first rows."""
-    rows_as_tuples: QuerySet[Any, Any] = (
-        limit_part(rows, most)
-        .annotate(
-            row_kind=Value(kind, CharField()),
-            row_name=Cast(name, TextField()),
-            row_at=F(at),
-            row_number=F(number) if number else Value(0, IntegerField()),
-        )
-        .values_list("row_kind", "row_name", "row_at", "row_number")
-    )
-    return rows_as_tuples

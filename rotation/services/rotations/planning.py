@@ -3,6 +3,9 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from typing import Any
+
+from django.db.models import Exists, OuterRef
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
@@ -39,11 +42,11 @@ def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetim
         raise RequestInvalidError(_REFUSED, faults)
     predecessor = find_predecessor(credential)
     sources = find_sources(predecessor.key_id)
-    plan = _build_plan(credential, predecessor, sources, overrides, now)
+    plan = _build_plan(credential, predecessor, sources, overrides, now, is_used=predecessor.is_used)
     plan = replace(plan, late_sources=dict(_late_sources(plan, sources, credential.environment, now)) or None)
     kind = KeyKind(credential.kind)
     faults = list(find_faults(plan, credential.environment, kind, predecessor.expires_at, now))
-    faults += [*_channel_faults(plan, credential), *_waiver_faults(plan, sources)]
+    faults += [*_endpoint_faults(plan, has_endpoint=predecessor.has_endpoint), *_waiver_faults(plan, sources)]
     if faults:
         raise RequestInvalidError(_REFUSED, faults)
     return plan
@@ -52,9 +55,16 @@ def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetim
 _REFUSED = "The plan cannot be met."
 
 
-def find_predecessor(credential: Credential) -> Key:
-    """Find the one active key. Raises StateConflictError when there is none, or when there are two."""
-    active: list[Key] = list(credential.keys.select_related("credential__account").filter(state=KeyState.ACTIVE))
+def find_predecessor(credential: Credential) -> Any:
+    """Find the one active key. `is_used`: it has traffic; `has_endpoint`: its account has an enabled webhook endpoint.
+
+    Raises StateConflictError when there is none, or when there are two.
+    """
+    enabled = WebhookEndpoint.objects.filter(account=OuterRef("credential__account"), disabled_at__isnull=True)
+    keys = credential.keys.select_related("credential__account").annotate(
+        is_used=Exists(KeyUse.objects.filter(HAS_TRAFFIC, key=OuterRef("pk"))), has_endpoint=Exists(enabled)
+    )
+    active = list(keys.filter(state=KeyState.ACTIVE))
     if not active:
         raise StateConflictError("The credential has no usable key to replace; reissue it.")
     if len(active) > 1:
@@ -72,7 +82,8 @@ def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: dat
         deadline=None if is_public else now + timedelta(seconds=seconds),
         predecessor_may_expire=True,
     )
-    return _build_plan(credential, predecessor, find_sources(predecessor.key_id), overrides, now)
+    is_used = KeyUse.objects.filter(HAS_TRAFFIC, key=predecessor).exists()
+    return _build_plan(credential, predecessor, find_sources(predecessor.key_id), overrides, now, is_used=is_used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +114,14 @@ def _build_plan(
     sources: Mapping[str, SourceUse],
     overrides: PlanOverrides,
     now: datetime,
+    *,
+    is_used: bool,
 ) -> Plan:
     gaps = [
         find_gap(source, credential.environment, None) or 0
         for source in sources.values()
         if source.name not in overrides.waived_sources
     ]
-    is_used = KeyUse.objects.filter(HAS_TRAFFIC, key=predecessor).exists()
     key = KeyOutline(predecessor.key_id, predecessor.expires_at, is_used, max(gaps, default=0))
     return _make_plan(credential, key, overrides, now)
 
@@ -168,13 +180,6 @@ def _waiver_faults(plan: Plan, sources: Collection[str]) -> list[Fault]:
     unknown = [name for name in plan.waived_sources if name not in sources]
     detail = "{!r} has not used the old key. Use the name of a source that did, or omit it."
     return [Fault("/waived_sources", detail.format(clean_text(name, MAX_NAME_LENGTH))) for name in unknown]
-
-
-def _channel_faults(plan: Plan, credential: Credential) -> list[Fault]:
-    if DeliveryChannel.WEBHOOK not in plan.channels:
-        return []
-    enabled = WebhookEndpoint.objects.filter(account=credential.account, disabled_at__isnull=True)
-    return _endpoint_faults(plan, has_endpoint=enabled.exists())
 
 
 def _endpoint_faults(plan: Plan, *, has_endpoint: bool) -> list[Fault]:

@@ -1,17 +1,28 @@
 """The lines of the overview: which of them are joined or left out."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from django.contrib import admin
 from django.test import RequestFactory
 
-from keyvault.admin.framework.attention import Attention, AttentionItem, attention_context, find_rows
+from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.roles import Role
+from keyvault.access.scopes import EVERYWHERE, AccessScope
+from keyvault.admin.framework.attention import (
+    Attention,
+    AttentionItem,
+    KeptQueries,
+    attention_context,
+    select_rows,
+)
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Line
+from keyvault.admin.site import ConsoleSite
 from keyvault.models import IssuanceRequest
 from tests.admin.desk import set_up_desk
-from tests.factories import request_key
+from tests.factories import SANDBOX, request_key
 
 
 class FoundItem:
@@ -68,10 +79,50 @@ def test_rows_of_several_walks_are_found_once_and_shown_in_order(monkeypatch: py
     walks = [rows.filter(pk__in=made[2:]), rows.filter(pk__in=made[:3])]
     item = Attention(cast(ConsoleModelAdmin, model_admin), "Keys", rows, "", walks=walks)
     monkeypatch.setattr("keyvault.admin.framework.attention.MAX_LINES", 2)
-    ((_, ids),), _ = find_rows(request, [item])
+    ((_, ids),), _ = select_rows(request, [item]).find()
     assert sorted(ids) == sorted(made)
     read = item.read(request, ids)
     assert read.count == 4
     assert [line.label[-7:] for line in read.lines] == ["label-0", "label-1"]
     _, parameters = item.first_rows(request, [*ids, *map(str, range(100))], 2).query.sql_with_params()
     assert len(parameters) <= 5
+
+
+OPERATOR = OperatorPrincipal("ada", "per_ada", frozenset(Role), EVERYWHERE)
+
+
+def request_of(operator: OperatorPrincipal, environment: str = "") -> Any:
+    request: Any = RequestFactory().get("/admin/")
+    request.console_operator, request.session = operator, {"console_environment": environment}
+    return request
+
+
+def test_query_is_kept_for_one_operator_and_environment() -> None:
+    """Guarantee: nobody gets the query of other roles, another scope or another person."""
+    kept, select = KeptQueries(), cast(Any, object)
+    first = kept.find("menu", request_of(OPERATOR), select)
+    assert kept.find("menu", request_of(OPERATOR), select) is first
+    others = [
+        replace(OPERATOR, person="per_eve"),
+        replace(OPERATOR, roles=frozenset({Role.AUDITOR})),
+        replace(OPERATOR, scope=AccessScope(None, frozenset({SANDBOX}))),
+    ]
+    for request in (*map(request_of, others), request_of(OPERATOR, SANDBOX)):
+        assert kept.find("menu", request, select) is not first
+    assert kept.find("overview", request_of(OPERATOR), select) is not first
+    named = request_of(replace(OPERATOR, scope=AccessScope(frozenset({"acme"}))))
+    assert kept.find("menu", named, select) is not kept.find("menu", named, select)
+
+
+@pytest.mark.database
+@pytest.mark.usefixtures("db")
+@pytest.mark.parametrize("environment", ["", SANDBOX])
+def test_query_has_no_time_and_no_row(environment: str, django_assert_num_queries: Any) -> None:
+    """Guarantee: a query that is kept never becomes outdated: it is the same at any time, and reads nothing."""
+    site = cast(ConsoleSite, admin.site)
+    for roles in (frozenset(Role), *(frozenset({role}) for role in Role)):
+        operator = replace(OPERATOR, roles=roles)
+        for select in (site._select_overview, site._select_menu):
+            with django_assert_num_queries(0):
+                first, second = (select(request_of(operator, environment)) for _ in range(2))
+            assert repr(first.statement) == repr(second.statement)
