@@ -62,7 +62,7 @@ def _maintain() -> None:
         maintenance.settle_connections_due,
         maintenance.forget_paths_due,
     )
-    for step in (*ends, maintenance.anchor_revocations, *copies, maintenance.renew_peppers, maintenance.forget_due):
+    for step in (*ends, maintenance.anchor_revocations, *copies, maintenance.renew_peppers, maintenance.shred_due):
         try:
             step()
         except Exception as error:  # noqa: BLE001  logged here, raised below
@@ -70,6 +70,11 @@ def _maintain() -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+@shared_task(name="keyvault.tasks.forget_expired_rows")
+def forget_expired_rows(environment: str = "") -> bool:
+    return shared_jobs.run("forget_expired_rows", environment, maintenance.forget_due)
 
 
 @shared_task(name="keyvault.tasks.total_usage")

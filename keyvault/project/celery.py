@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 from celery import Celery, Task
-from celery.beat import Service
+from celery.beat import Scheduler, Service
 from celery.signals import beat_init, before_task_publish, task_postrun, task_prerun, worker_init, worker_ready
 
 from keyvault.hotpath.engine.freshness import SWITCH_SECONDS
@@ -105,6 +105,20 @@ class TracedTask(Task):  # type: ignore[type-arg]  # it has no arguments at run 
         if result is not False:
             meters.note_task(self.name, monotonic() - begun_at, is_done=True)
         return result
+
+
+class SettingsScheduler(Scheduler):
+    """The stock scheduler, which stores no state, without its computations between two messages.
+
+    The stock one (Celery 5.7.0) wakes up 10 ms early and then asks again and again whether the entry is due, and at
+    each time compares the schedule with a copy. The entries are those of the settings, which never change.
+    """
+
+    def adjust(self, n: float, drift: float = 0.0) -> float:
+        return n
+
+    def schedules_equal(self, old_schedules: Any, new_schedules: Any) -> bool:
+        return True
 
 
 @worker_init.connect

@@ -7,6 +7,7 @@ complete.
 
 import os
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty
@@ -61,16 +62,25 @@ def _write_complete(path: Path, data: bytes) -> None:
 
 
 class FileChannel(filesystem.Channel):
-    """The stock channel, except that a message becomes visible once it is complete, and that idle polls are cheap."""
+    """The stock channel, except that a message becomes visible once it is complete, and that polls are cheap."""
+
+    _waiting: Collection[str] = ()
+    """The ends of the file names that the last poll found, each with the name of a queue."""
 
     def _poll(self, cycle: Any, callback: Any, timeout: float | None = None) -> Any:
         """Take the next message. Raises Empty.
 
         The stock channel lists the folder once for each queue, which is most of an idle worker's processor time.
         """
-        if not os.listdir(self.data_folder_in):
+        self._waiting = {name.partition(".")[2] for name in os.listdir(self.data_folder_in)}
+        if not self._waiting:
             raise Empty
         return super()._poll(cycle, callback, timeout)
+
+    def _get_and_deliver(self, queue: str, callback: Any) -> None:
+        if f"{queue}.msg" not in self._waiting:
+            raise Empty
+        super()._get_and_deliver(queue, callback)
 
     def _put(self, queue: str, payload: Any, **kwargs: Any) -> None:  # type: ignore[override]  # as the stock one
         path = Path(self.data_folder_out, f"{time.time_ns():020d}_{uuid4()}.{queue}.msg")

@@ -355,7 +355,7 @@ CELERY_TASK_DEFAULT_QUEUE = f"maintenance.{ENVIRONMENTS[0]}"
 CELERY_TASK_DEFAULT_EXCHANGE = EXCHANGE
 CELERY_TASK_DEFAULT_ROUTING_KEY = CELERY_TASK_DEFAULT_QUEUE
 # Beat stores no state: after a restart each entry is due after its interval, and its task finds the due rows.
-CELERY_BEAT_SCHEDULER = "celery.beat:Scheduler"
+CELERY_BEAT_SCHEDULER = "keyvault.project.celery:SettingsScheduler"
 CELERY_BEAT_MAX_LOOP_INTERVAL = 1
 # Jobs by name: task, interval in seconds, queue. The task gets the environment.
 _jobs = {
@@ -369,6 +369,7 @@ _shared_jobs = {
     "deliver-webhooks": ("keyvault.tasks.deliver_webhooks", 2.0, "webhooks"),
     "issue-approved": ("keyvault.tasks.issue_approved", 2.0, "issuance"),
     "run-maintenance": ("keyvault.tasks.run_maintenance", 5.0, "maintenance"),
+    "forget-expired-rows": ("keyvault.tasks.forget_expired_rows", 30.0, "maintenance"),
     "forget-pending-copies": ("rotation.tasks.forget_pending", 30.0, "maintenance"),
     "total-usage": ("keyvault.tasks.total_usage", 60.0, "maintenance"),
     "watch-backend": ("keyvault.tasks.watch_backend", 15.0, "maintenance"),
@@ -379,7 +380,7 @@ _shared_jobs = {
 if ALARM_CHANNELS:
     _shared_jobs["send-alarms"] = ("keyvault.tasks.send_alarms", 5.0, "webhooks")
 # The only worker of a file broker serves all environments: one message without an environment does the same work.
-_sent_once = {"dispatch-due-rotations", *_shared_jobs} if IS_FILE_BROKER else set[str]()
+_sent_once = {"dispatch-due-rotations", "advance-campaigns", *_shared_jobs} if IS_FILE_BROKER else set[str]()
 CELERY_BEAT_SCHEDULE = {
     f"{name}-{environment}": {
         "task": task,

@@ -68,9 +68,9 @@ def send_due(clock: Callable[[], datetime] = utc_now) -> None:
                 leases.release(lease)
 
 
-def forget_old(now: datetime) -> None:
-    """Delete a batch of alarms that were not delivered for GIVE_UP_AFTER."""
-    delete_batch(AlarmDelivery.objects.filter(created_at__lt=now - GIVE_UP_AFTER).order_by("created_at"))
+def forget_old(now: datetime) -> int:
+    """Delete a batch of alarms that were not delivered for GIVE_UP_AFTER. Return how many."""
+    return delete_batch(AlarmDelivery.objects.filter(created_at__lt=now - GIVE_UP_AFTER).order_by("created_at"))
 
 
 def _send_new(channel: AlarmChannel, clock: Callable[[], datetime]) -> None:

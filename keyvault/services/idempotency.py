@@ -242,6 +242,6 @@ def _shred(rows: QuerySet[IdempotentRequest]) -> None:
         IdempotentRequest.objects.filter(pk__in=sealed.values("pk")).update(sealed=None)
 
 
-def forget_expired(now: datetime) -> None:
-    """Delete a batch of expired replies, oldest first."""
-    delete_batch(IdempotentRequest.objects.filter(expires_at__lte=now).order_by("expires_at"))
+def forget_expired(now: datetime) -> int:
+    """Delete a batch of expired replies, oldest first. Return how many."""
+    return delete_batch(IdempotentRequest.objects.filter(expires_at__lte=now).order_by("expires_at"))

@@ -45,7 +45,7 @@ _MAX_UNANSWERED = 3
 """Consecutive calls without a reply after which the backend counts as unavailable and the run ends."""
 
 _MAINTENANCE_SECONDS = 20.0
-"""Time in which one maintenance step starts backend calls, in seconds."""
+"""Time in which one maintenance step starts backend calls or deletes rows, in seconds."""
 
 _UNATTRIBUTED_RETRY = timedelta(hours=1)
 """Retry interval for a path that holds an unattributed copy. The reconciler reports it, and an operator resolves it."""
@@ -170,28 +170,44 @@ class MaintenanceTurns:
 _turns = MaintenanceTurns()
 
 
-def forget_due() -> None:
-    """Shred sealed secrets, roll usage up, and delete expired rows. A failure of one does not stop the others."""
+def shred_due() -> None:
+    """Shred sealed secrets whose retention is over."""
     now = datetime.now(UTC)
-    if not _has_true_clock(now):
-        return
-    try:
+    if _has_true_clock(now):
         idempotency.shred_due(now)
+
+
+def forget_due() -> None:
+    """Roll usage up and delete expired rows, batch by batch, until none are left or the step's time is over.
+
+    A failure of one does not stop the other.
+    """
+    ends_at = time.monotonic() + _MAINTENANCE_SECONDS
+    while _forget_batch(datetime.now(UTC)) and time.monotonic() < ends_at:
+        pass
+
+
+def _forget_batch(now: datetime) -> bool:
+    """Forget one batch of each kind. Return whether there was one."""
+    if not _has_true_clock(now):
+        return False
+    rolled_up = 0
+    try:
+        rolled_up = _roll_up_usage(now)
     finally:
-        try:
-            _roll_up_usage(now)
-        finally:
-            retention.forget_expired_rows(now)
+        deleted = retention.forget_expired_rows(now)
+    return rolled_up + deleted > 0
 
 
-def _roll_up_usage(now: datetime) -> None:
-    """Roll usage up, unless another worker does. One run takes a third of the lease's lifetime."""
+def _roll_up_usage(now: datetime) -> int:
+    """Roll usage up, unless another worker does; return how many. One run takes a third of the lease's lifetime."""
     lease = leases.claim("usage:rollup", now)
-    if lease is not None:
-        try:
-            roll_up(now)
-        finally:
-            leases.release(lease)
+    if lease is None:
+        return 0
+    try:
+        return roll_up(now)
+    finally:
+        leases.release(lease)
 
 
 def compare_revocation_log() -> None:

@@ -79,13 +79,13 @@ class RetentionRule:
     """The retention of a table's rows.
 
     `kept`: text for the documentation, in which `{days}` stands for the default of `setting`. `forget`: deletes a batch
-    of expired rows; None: the rows are permanent, or deleted with the row that `kept` names.
+    of expired rows and returns how many; None: the rows are permanent, or deleted with the row that `kept` names.
     """
 
     table: type[Model]
     kept: str
     setting: str = ""
-    forget: Callable[[datetime], object] | None = None
+    forget: Callable[[datetime], int] | None = None
 
 
 def _days(period: timedelta) -> str:
@@ -210,20 +210,22 @@ RULES = (
 )
 
 
-def forget_expired_rows(now: datetime, rules: Iterable[RetentionRule] = RULES) -> None:
-    """Delete a batch of the expired rows of each table. A failed table does not stop the others.
+def forget_expired_rows(now: datetime, rules: Iterable[RetentionRule] = RULES) -> int:
+    """Delete a batch of the expired rows of each table. Return how many. A failed table does not stop the others.
 
     Raises the first error at the end.
     """
+    deleted = 0
     errors: list[Exception] = []
     for rule in rules:
         if rule.forget is None:
             continue
         try:
-            rule.forget(now)
+            deleted += rule.forget(now)
         except Exception as error:  # noqa: BLE001  logged here, raised below
             why = error.internal if isinstance(error, KeyvaultError) else ""
             _log.exception("expired rows were not deleted", extra={"table": rule.table._meta.db_table, "why": why})
             errors.append(error)
     if errors:
         raise errors[0]
+    return deleted

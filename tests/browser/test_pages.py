@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from django.test import RequestFactory
-from playwright.sync_api import Browser, Page, ViewportSize
+from playwright.sync_api import Browser, Page, ViewportSize, expect
 
 from keyvault.admin.framework.plain_pages import error_page
 from tests.admin.desk import list_routes
@@ -309,6 +309,28 @@ def test_menu_opens_on_a_phone(service: Service) -> None:
         page.locator("summary", has_text="Keyvault").first.click()
         page.locator(".menu-small").get_by_role("link", name="Merchants").click()
         page.get_by_role("heading", name="Merchants").wait_for()
+
+
+def test_buttons_to_create_are_folded_on_a_phone(service: Service) -> None:
+    with service.page("admin", viewport=PHONE) as page:
+        page.goto("/admin/")
+        request = page.locator("main").get_by_role("link", name="Request a key")
+        expect(request).to_have_count(0)
+        page.locator("main summary", has_text="Create…").click()
+        expect(request).to_be_visible()
+        page.set_viewport_size(DESK)
+        expect(page.locator("main summary", has_text="Create…")).to_be_hidden()
+        expect(request).to_be_visible()
+
+
+def test_ids_in_lists_are_monospace(service: Service) -> None:
+    with service.page("admin") as page:
+        page.goto("/admin/keyvault/key/")
+        fonts = [
+            page.locator(f"#result_list td.field-{name}").first.evaluate("(cell) => getComputedStyle(cell).fontFamily")
+            for name in ("key_id", "kind")
+        ]
+        assert ["monospace" in font for font in fonts] == [True, False]
 
 
 def test_pages_work_without_scripts(service: Service) -> None:

@@ -5,11 +5,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from celery.beat import Scheduler
 from django.conf import settings
 
 from keyvault.domain.environments import Environment
-from keyvault.project.celery import app
+from keyvault.project.celery import SettingsScheduler, app
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
@@ -39,7 +38,7 @@ def eager() -> Iterator[None]:
     app.conf.update(task_always_eager=False, task_eager_propagates=False)
 
 
-def tick_all(*beats: Scheduler) -> list[str]:
+def tick_all(*beats: SettingsScheduler) -> list[str]:
     """Run each entry of each beat once; return the tasks that were sent."""
     sent = []
     for beat in beats:
@@ -52,8 +51,27 @@ def tick_all(*beats: Scheduler) -> list[str]:
 
 
 def test_beat_has_exactly_the_entries_of_the_settings() -> None:
-    assert set(Scheduler(app=app).schedule) == set(ENTRIES)
-    assert app.conf.beat_scheduler == "celery.beat:Scheduler"
+    assert set(SettingsScheduler(app=app).schedule) == set(ENTRIES)
+    assert app.conf.beat_scheduler == "keyvault.project.celery:SettingsScheduler"
+
+
+def test_beat_sleeps_until_an_entry_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither looks at the entries again and again before, nor sends one later."""
+    clock, sent = Clock(datetime(2026, 1, 1, tzinfo=UTC)), []
+    monkeypatch.setattr(app, "now", clock)
+    monkeypatch.setattr(SettingsScheduler, "apply_entry", lambda _, entry, producer: sent.append((entry.name, clock())))
+    beat = SettingsScheduler(app=app)
+    begun_at = clock()
+    while clock() - begun_at < timedelta(seconds=60):
+        count = len(sent)
+        interval = beat.tick()
+        if len(sent) == count:
+            assert interval > 0
+            clock.tick(interval)
+    for name, entry in ENTRIES.items():
+        times = [at - begun_at for each, at in sent if each == name]
+        assert times == [timedelta(seconds=n * entry["schedule"]) for n in range(1, len(times) + 1)]
+        assert len(times) >= 60 // entry["schedule"] - 1
 
 
 def test_messages_that_wait_in_the_broker_are_counted() -> None:
@@ -118,7 +136,7 @@ def test_two_beats_start_each_rotation_once(eager: None) -> None:
     for number in range(3):
         scene.issue(place, now - timedelta(days=91), label=f"n{number}")
     save(Environment.PRODUCTION, now)
-    sent = tick_all(Scheduler(app=app), Scheduler(app=app))
+    sent = tick_all(SettingsScheduler(app=app), SettingsScheduler(app=app))
     assert sent.count("rotation.tasks.begin_scheduled") == 2 * len(settings.ENVIRONMENTS)
     assert Rotation.objects.count() == 3
     assert Rotation.objects.exclude(state__in=CLOSED).values("credential").distinct().count() == 3
@@ -135,5 +153,5 @@ def test_two_beats_advance_each_rotation_once(eager: None, verifier: UsageLog, m
 
     monkeypatch.setattr(engine, "_advance_to_wait", noted)
     monkeypatch.setattr(engine, "POLL_SECONDS", (3_600.0, 3_600.0))  # a later turn is none of a repeated message
-    tick_all(Scheduler(app=app), Scheduler(app=app))
+    tick_all(SettingsScheduler(app=app), SettingsScheduler(app=app))
     assert sorted(taken) == sorted(rotations)

@@ -21,7 +21,7 @@ from keyvault.domain.issuance import COLLECT_WITHIN, REQUEST_LIFETIME, Delivery
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import IssuanceRequest, Key, Material, Notice, ProviderConnection
+from keyvault.models import IssuanceRequest, Key, Material, Notice, ProviderConnection, WorkLease
 from keyvault.models.idempotency import IdempotentRequest
 from keyvault.services import idempotency, maintenance, offboarding
 from keyvault.services.issuance import collection, requests
@@ -29,8 +29,8 @@ from keyvault.services.keys import lifecycle
 from keyvault.services.recording import clock_alarm, notifications
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
-from keyvault.services.work import clock, leases, row_turns
-from keyvault.tasks import issue_approved, run_maintenance, watch_backend
+from keyvault.services.work import clock, deletion, leases, row_turns
+from keyvault.tasks import forget_expired_rows, issue_approved, run_maintenance, watch_backend
 from tests.factories import PRODUCTION, SANDBOX, account, approve, grant, issue, issue_request, now, request_key
 from tests.services.conftest import Scene, make_scene
 from tests.services.rows import last_ids, written_since
@@ -253,7 +253,12 @@ def test_maintenance_in_a_pinned_process_covers_its_environment_only(scene: Scen
 
 def test_maintenance_rolls_usage_up_in_one_worker_at_a_time(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[datetime] = []
-    monkeypatch.setattr(maintenance, "roll_up", runs.append)
+
+    def roll_up(at: datetime) -> int:
+        runs.append(at)
+        return 0
+
+    monkeypatch.setattr(maintenance, "roll_up", roll_up)
     other = leases.claim("usage:rollup", now())
     assert other is not None
     maintenance.forget_due()
@@ -264,6 +269,19 @@ def test_maintenance_rolls_usage_up_in_one_worker_at_a_time(scene: Scene, monkey
     assert leases.claim("usage:rollup", now()) is not None
 
 
+def test_forgetting_continues_while_rows_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs seldom, so one run deletes a backlog of many batches, but no longer than its time."""
+    monkeypatch.setattr(deletion, "MAX_DELETED", 1)
+    for subject in ("a", "b", "c"):
+        WorkLease.objects.create(subject=subject, due_at=LONG_AGO)
+    with monkeypatch.context() as hurried:
+        hurried.setattr(maintenance, "_MAINTENANCE_SECONDS", 0)
+        maintenance.forget_due()
+    assert WorkLease.objects.count() == 2
+    maintenance.forget_due()
+    assert not WorkLease.objects.exists()
+
+
 def test_maintenance_shreds_expired_secrets_and_deletes_old_responses(scene: Scene) -> None:
     key, text = issue(scene.sandbox)
     request: dict[str, Any] = {"holder": "h", "endpoint": "e", "environment": SANDBOX, "key": "k", "body": b""}
@@ -272,6 +290,7 @@ def test_maintenance_shreds_expired_secrets_and_deletes_old_responses(scene: Sce
     idempotency.run_once(**request, now=at, prepare=lambda: lambda: response)
     idempotency.run_once(**request | {"key": "older"}, now=now() - idempotency.KEEP, prepare=lambda: lambda: response)
     run_maintenance()
+    forget_expired_rows()
     assert IdempotentRequest.objects.get().sealed is None
 
 
@@ -381,12 +400,14 @@ def test_maintenance_with_a_wrong_clock_does_nothing_irreversible_and_alarms_onc
         wrong.setattr(clock, "host_time", lambda: datetime.now(UTC) + timedelta(seconds=30))
         for _ in range(2):
             run_maintenance()
+            forget_expired_rows()
     assert Key.objects.get(pk=key.pk).state == "active"
     assert IssuanceRequest.objects.get(pk=uncollected.pk).state == "issued"
     assert IdempotentRequest.objects.exists()
     (alarm,) = Notice.objects.filter(kind=NoticeKind.CLOCK_DIFFERS)
     assert (alarm.is_alarm, alarm.account, alarm.payload["seconds_ahead"]) == (True, None, 30)
     run_maintenance()
+    forget_expired_rows()
     assert Key.objects.get(pk=key.pk).state == "deactivated"
     assert not IdempotentRequest.objects.exists()
 
@@ -407,7 +428,7 @@ def test_maintenance_with_a_wrong_clock_alarms_once_for_two_workers(monkeypatch:
     assert Notice.objects.filter(kind=NoticeKind.CLOCK_DIFFERS).count() == 1
 
 
-STEPS = ["expire_due", "discard_due", "destroy_due", "forget_due"]
+STEPS = ["expire_due", "discard_due", "destroy_due", "shred_due"]
 
 
 @pytest.mark.parametrize("broken", STEPS)

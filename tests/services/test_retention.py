@@ -43,10 +43,14 @@ def test_retention_never_deletes_audit_entries() -> None:
 def test_retention_of_one_table_that_fails_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
     forgotten: list[object] = []
 
-    def fail(at: object) -> None:
+    def fail(at: object) -> int:
         raise DatabaseError("the row is damaged")
 
-    rules = (RetentionRule(Notice, "", forget=fail), RetentionRule(WorkLease, "", forget=forgotten.append))
+    def forget(at: object) -> int:
+        forgotten.append(at)
+        return 1
+
+    rules = (RetentionRule(Notice, "", forget=fail), RetentionRule(WorkLease, "", forget=forget))
     at = now()
     with pytest.raises(DatabaseError, match="damaged"):
         forget_expired_rows(at, rules)

@@ -191,7 +191,8 @@ class BreakGlassAdmin(ConsoleModelAdmin):
             yield self.attention("Break-glass actions not reviewed yet", rows, "?review=open")
 
     def line_of(self, row: BreakGlass) -> Line:
-        return Line(self.url_of(row), self.name_of(row), f"{_by(row)} {row.operator.username}", row.created_at)
+        what = name_event(row.event) if row.account is None else f"{row.account} · {name_event(row.event)}"
+        return Line(self.url_of(row), what, f"{_by(row)} {row.operator.username}: {row.why}", row.created_at)
 
 
 def _find_fault(action: BreakGlass, operator: OperatorPrincipal) -> str | None:

@@ -6,7 +6,9 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Q, QuerySet
+from django.db.models import OuterRef, Q, QuerySet, Subquery
+from django.db.models.fields.json import KT
+from django.db.models.functions import Coalesce
 from django.http import HttpRequest
 from django.urls import NoReverseMatch, reverse
 from django.utils.safestring import SafeString
@@ -44,7 +46,8 @@ from keyvault.admin.framework.widgets import (
 from keyvault.domain.ids import is_key_id
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import Account, Notice
+from keyvault.models import Account, Credential, Notice
+from keyvault.models.keys import KEY_TAIL
 from keyvault.services.approvals.inbox import list_notices, list_unseen, mark_all_seen, mark_seen
 
 
@@ -73,6 +76,24 @@ KIND_FILTER = state_filter(
     title="what happened",
     labels={kind.value: name_event(kind) for kind in NoticeKind},
 )
+
+
+_NAMED_BY = {
+    NoticeKind.WEBHOOK_FAILED: "host",
+    NoticeKind.SCHEDULE_STALLED: "scope",
+    NoticeKind.STANDING_APPROVAL_EXPIRING: "scope",
+    NoticeKind.STANDING_APPROVAL_EXPIRED: "scope",
+    NoticeKind.CAMPAIGN_HALTED: "why",
+    NoticeKind.BACKEND_UNATTRIBUTED: "why",
+}
+"""The field of the payload that tells a person what the notice is about, where the subject is an id."""
+
+
+def _with_label(notices: QuerySet[Notice]) -> QuerySet[Notice]:
+    """Add the label of the credential that the notice concerns, if there is one."""
+    concerned = Coalesce(KT("payload__credential_id"), KT("payload__scope"))
+    labels = Credential.objects.filter(pk=OuterRef("concerned")).values("label")
+    return notices.alias(concerned=concerned).annotate(credential_label=Subquery(labels))
 
 
 def _state(notice: Notice) -> str:
@@ -119,7 +140,7 @@ class NoticeAdmin(ConsoleModelAdmin):
         return self._in_scope(request, list_notices()).select_related("account__merchant", "seen_by")
 
     def _in_scope(self, request: HttpRequest, notices: QuerySet[Notice]) -> QuerySet[Notice]:
-        return self.rows_in_scope(notices, operator_of(request).scope)
+        return _with_label(self.rows_in_scope(notices, operator_of(request).scope))
 
     @admin.display(description="what happened")
     def what(self, notice: Notice) -> str:
@@ -159,10 +180,12 @@ class NoticeAdmin(ConsoleModelAdmin):
         yield self.attention("Unseen alarms", unseen, "?what=unseen", "alarm", one="Alarm", button="Open alarm")
 
     def line_of(self, row: Notice) -> Line:
+        # Once, if the whole account is what the alarm is about.
+        detail = " · ".join(dict.fromkeys(map(str, filter(None, (row.account, _about(row))))))
         return Line(
             self.url_of(row),
             name_event(row.kind),
-            f"{row.account} · {_about(row)}" if row.account else _about(row),
+            detail,
             row.created_at,
             about=_subject_url(row),
         )
@@ -213,7 +236,10 @@ def _subject_url(notice: Notice) -> str:
 
 
 def _about(notice: Notice) -> str:
-    """Return the label of the subject; a row number is prefixed with its noun."""
+    """Return what a person knows the subject by; its id or number if there is nothing else."""
+    known = getattr(notice, "credential_label", None) or notice.payload.get(_NAMED_BY.get(notice.kind, ""))
+    if known:
+        return f"{known}, key …{notice.subject[-KEY_TAIL:]}" if is_key_id(notice.subject) else str(known)
     noun_text = find_noun(notice.kind)
     return str(notice.subject) if noun_text is None else f"{noun_text} {notice.subject}"
 

@@ -390,19 +390,21 @@ def is_feed_followed() -> bool | None:
     return all(follower.is_fresh for follower in following) if following else None
 
 
-def forget_old(now: datetime) -> None:
+def forget_old(now: datetime) -> int:
     """Delete a batch of confirmations older than 30 days, and one of those of verifiers gone for 7 days.
 
-    A verifier is deleted once it has no confirmations, because they would all be deleted with it.
+    A verifier is deleted once it has no confirmations, because they would all be deleted with it. Return how many rows.
     """
-    delete_batch(Confirmation.objects.filter(at__lt=now - CONFIRMATIONS_KEPT_FOR).order_by("at"))
+    deleted = delete_batch(Confirmation.objects.filter(at__lt=now - CONFIRMATIONS_KEPT_FOR).order_by("at"))
     gone = Verifier.objects.filter(seen_at__lt=now - GONE_KEPT_FOR)
-    delete_batch(Confirmation.objects.filter(verifier__in=gone).order_by("verifier", "sequence"))
-    delete_batch(gone.filter(~Exists(Confirmation.objects.filter(verifier=OuterRef("pk")))).order_by("pk"))
+    deleted += delete_batch(Confirmation.objects.filter(verifier__in=gone).order_by("verifier", "sequence"))
+    return deleted + delete_batch(
+        gone.filter(~Exists(Confirmation.objects.filter(verifier=OuterRef("pk")))).order_by("pk")
+    )
 
 
-def forget_old_changes(now: datetime) -> None:
-    """Delete a batch of old changes that every live verifier has confirmed.
+def forget_old_changes(now: datetime) -> int:
+    """Delete a batch of old changes that every live verifier has confirmed. Return how many.
 
     A follower checks that the latest changes that it has applied still exist. The deletion therefore keeps the latest
     sequences below the slowest verifier's position, and the newest change there. A process that was suspended for
@@ -414,9 +416,9 @@ def forget_old_changes(now: datetime) -> None:
         newest = newest.filter(sequence__lte=live)
     last = newest.values_list("sequence", flat=True).first()
     if last is None:
-        return
+        return 0
     oldest = now - timedelta(days=settings.CHANGE_DAYS)
     # In the order of the sequence, which has an index and increases with time.
     rows = Change.objects.filter(sequence__lte=last - OVERLAP).order_by("sequence").values_list("sequence", "at")
     old = [sequence for sequence, at in rows[:MAX_DELETED] if at < oldest]
-    delete_batch(Change.objects.filter(sequence__in=old))
+    return delete_batch(Change.objects.filter(sequence__in=old))

@@ -201,13 +201,16 @@ def report_usage(service: Service, name: str, report: UsageReport, now: datetime
     return reader_id
 
 
-def forget_old_readers(now: datetime) -> None:
-    """Delete a batch of readers that were silent for an hour. Their rows as verifiers stay for receipts, stopped."""
+def forget_old_readers(now: datetime) -> int:
+    """Delete a batch of readers that were silent for an hour. Return how many.
+
+    Their rows as verifiers stay for receipts, stopped.
+    """
     running = Verifier.objects.filter(entry_point=ENTRY_POINT, stopped_at__isnull=True)
     # By the database's clock: receipts wait for no verifier that has stopped.
     running.filter(seen_at__lt=Now() - _FORGOTTEN_AFTER).update(stopped_at=F("seen_at"))
     old = FeedReader.objects.filter(created_at__lt=now - _FORGOTTEN_AFTER).order_by("created_at")
-    delete_batch(old.exclude(pk__in=running.values_list("pk")))
+    return delete_batch(old.exclude(pk__in=running.values_list("pk")))
 
 
 def _id_of(service: Service, name: str) -> str:

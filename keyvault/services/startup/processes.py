@@ -180,8 +180,9 @@ def measure(now: datetime, queues: Sequence[str]) -> dict[str, datetime]:
     depth, age = 0, 0.0
     for is_urgent in (True, False):
         due = WebhookDelivery.objects.filter(state=DeliveryState.DUE, is_urgent__in=[is_urgent], due_at__lte=now)
-        depth += due[:_MAX_COUNTED].count()
-        oldest = due.order_by("due_at").values_list("due_at", flat=True).first()
+        count = due[:_MAX_COUNTED].count()
+        oldest = due.order_by("due_at").values_list("due_at", flat=True).first() if count else None
+        depth += count
         age = age if oldest is None else max(age, (now - oldest).total_seconds())
     meters.note_queue("webhooks", min(depth, _MAX_COUNTED), age)
     meters.note_alarms(Notice.objects.filter(UNSEEN_NOTICE)[:_MAX_COUNTED].count())

@@ -68,10 +68,10 @@ def issue_customer_token(
     return token, minted.text
 
 
-def forget_expired_tokens(now: datetime) -> None:
-    """Delete a batch of tokens that expired long ago. Their audit entries stay."""
+def forget_expired_tokens(now: datetime) -> int:
+    """Delete a batch of tokens that expired long ago. Return how many. Their audit entries stay."""
     expired = CustomerToken.objects.filter(expires_at__lt=now - timedelta(days=settings.CUSTOMER_TOKEN_DAYS))
-    delete_batch(expired.order_by("expires_at"))
+    return delete_batch(expired.order_by("expires_at"))
 
 
 def revoke_customer_token(grant: Grant, account: Account, token_id: str) -> None:

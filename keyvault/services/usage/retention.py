@@ -145,8 +145,10 @@ def _floor(at: datetime, span: UseSpan) -> datetime:
     return datetime.fromtimestamp(at.timestamp() // seconds * seconds, UTC)
 
 
-def forget_old(now: datetime) -> None:
+def forget_old(now: datetime) -> int:
     """Delete buckets older than the retention, some thousands at a time, sources without any, and old reporters.
+
+    Return how many buckets.
 
     Kept permanently: a key's total with its first and last use, suspected exposures, and when a reporter was last lost,
     because that restarts a silence. Evidence stores its own copy of what it relies on.
@@ -154,17 +156,18 @@ def forget_old(now: datetime) -> None:
     oldest = now - timedelta(days=settings.USAGE_DAYS)
     # The last use decides: a coarse bucket begins before it.
     old = UseBucket.objects.filter(is_exposure__in=NO_EXPOSURE, span__in=UseSpan, minute__lt=oldest, last_at__lt=oldest)
-    if ids := list(old.values_list("pk", flat=True)[:MAX_DELETED]):
-        _forget_buckets(ids, oldest)
+    ids = list(old.values_list("pk", flat=True)[:MAX_DELETED])
+    deleted = _forget_buckets(ids, oldest) if ids else 0
     long_ago = now - _GONE_KEPT_FOR
     UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
     lost = UsageReporter.objects.filter(lost_at__isnull=False)
     for environment, last_at in lost.values_list("environment").annotate(at=Max("lost_at")):
         lost.filter(environment=environment, lost_at__lt=min(long_ago, last_at)).delete()
+    return deleted
 
 
-def _forget_buckets(ids: Collection[int], oldest: datetime) -> None:
-    """Delete these buckets, then their keys' sources and their contexts without a newer use.
+def _forget_buckets(ids: Collection[int], oldest: datetime) -> int:
+    """Delete these buckets, then their keys' sources and their contexts without a newer use. Return how many buckets.
 
     Rows that another transaction has locked are in use, and stay.
     """
@@ -179,3 +182,4 @@ def _forget_buckets(ids: Collection[int], oldest: datetime) -> None:
         sources = silent.select_for_update(skip_locked=True).values_list("pk", flat=True)
         KeySource.objects.filter(pk__in=list(sources)).delete()
         _delete_unused(contexts)
+    return len(found)

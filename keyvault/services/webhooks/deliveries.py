@@ -123,16 +123,21 @@ def find_delivery_report(kind: NoticeKind, subject: str) -> DeliveryReport:
     return DeliveryReport(None, has_failed=state == DeliveryState.GIVEN_UP, reason=last_error)
 
 
-def forget_old_deliveries(now: datetime) -> None:
-    """Delete a batch of old deliveries that succeeded or were given up."""
+def forget_old_deliveries(now: datetime) -> int:
+    """Delete a batch of old deliveries that succeeded or were given up. Return how many."""
     settled = WebhookDelivery.objects.exclude(state=DeliveryState.DUE)
-    delete_batch(settled.filter(due_at__lt=now - timedelta(days=settings.DELIVERY_DAYS)).order_by("due_at"))
+    return delete_batch(settled.filter(due_at__lt=now - timedelta(days=settings.DELIVERY_DAYS)).order_by("due_at"))
 
 
-def forget_old_notices(now: datetime) -> None:
-    """Delete a batch of old notices, except alarms that no operator has seen and notices with deliveries."""
+def forget_old_notices(now: datetime) -> int:
+    """Delete a batch of old notices, except alarms that no operator has seen and notices with deliveries.
+
+    Return how many.
+    """
     old = Notice.objects.filter(SETTLED_NOTICE, created_at__lt=now - timedelta(days=settings.NOTICE_DAYS))
-    delete_batch(old.filter(~Exists(WebhookDelivery.objects.filter(notice=OuterRef("pk")))).order_by("created_at"))
+    return delete_batch(
+        old.filter(~Exists(WebhookDelivery.objects.filter(notice=OuterRef("pk")))).order_by("created_at")
+    )
 
 
 # --- one round -------------------------------------------------------------------------------------------------

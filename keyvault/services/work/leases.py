@@ -203,15 +203,15 @@ def forget(subject: str) -> None:
     WorkLease.objects.filter(subject=subject).delete()
 
 
-def forget_abandoned(now: datetime) -> None:
+def forget_abandoned(now: datetime) -> int:
     """Delete a batch of rows of work that no worker has claimed for LEASE_DAYS; the work itself may still start.
 
-    Rows of work in a queue stay: nothing else lists that work.
+    Rows of work in a queue stay: nothing else lists that work. Return how many.
     """
     long_ago, rows = now - timedelta(days=settings.LEASE_DAYS), WorkLease.objects.filter(queue="")
     is_free = Q(until__isnull=True) | Q(until__lt=now)
-    delete_batch(rows.filter(is_free, due_at__lt=long_ago).order_by("due_at"))
-    delete_batch(rows.filter(due_at__isnull=True, until__lt=long_ago).order_by("until"))
+    deleted = delete_batch(rows.filter(is_free, due_at__lt=long_ago).order_by("due_at"))
+    return deleted + delete_batch(rows.filter(due_at__isnull=True, until__lt=long_ago).order_by("until"))
 
 
 def list_due(subjects: Iterable[str], now: datetime) -> list[str]:
@@ -289,9 +289,11 @@ def measure_queue(queue: str, now: datetime) -> tuple[int, datetime | None]:
     """Return how many rows of a queue wait for a worker, at most 10,000, and since when the oldest is due."""
     rows = WorkLease.objects.filter(queue=queue)
     waiting = rows.filter(due_since__isnull=False)
-    depth, starts = waiting[:_MAX_COUNTED].count(), [waiting.aggregate(at=Min("due_since"))["at"]]
+    depth = waiting[:_MAX_COUNTED].count()
+    starts = [waiting.aggregate(at=Min("due_since"))["at"]] if depth else []
     for is_urgent in (True, False):
         due = rows.filter(is_urgent__in=[is_urgent], due_at__lte=now, due_since__isnull=True)
-        depth += due[:_MAX_COUNTED].count()
-        starts.append(due.order_by("due_at").values_list("due_at", flat=True).first())
+        if count := due[:_MAX_COUNTED].count():
+            depth += count
+            starts.append(due.order_by("due_at").values_list("due_at", flat=True).first())
     return min(depth, _MAX_COUNTED), min((at for at in starts if at is not None), default=None)

@@ -77,6 +77,7 @@ def test_break_glass_claim_asks_its_approver_was_this_you(desk: Desk, claimed: B
     front = text_of(client.get("/admin/"))
     assert "Was this you?" in front
     assert "Break-glass actions to review" not in front
+    assert f"{claimed.account} · Key request approved" in front
     assert offered(client, claimed) == {"confirm", "disown"}
     assert "Was this you?" in text_of(client.get(address("keyvault_breakglass_change", claimed.pk)))
     assert submit(client, claimed, "confirm") == 302

@@ -10,7 +10,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.admin.oversight import inbox as page_of
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Notice
-from keyvault.services.approvals.inbox import list_unseen
+from keyvault.services.approvals.inbox import list_unseen, mark_seen
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.webhooks.endpoints import add_endpoint
@@ -65,6 +65,31 @@ def test_alarms_of_one_kind_are_one_line_of_the_front_page(desk: Desk) -> None:
     assert first.subject in front
     assert second.subject in front
     assert f'href="{LIST}?what=unseen">Open alarm' in front
+
+
+def test_alarms_name_what_a_person_knows_instead_of_an_id(desk: Desk) -> None:
+    """On the overview and in the list: a label, a host or a reason, beside the merchant and the environment."""
+    key, _ = issue(desk.sandbox, label="checkout")
+    of_credential = {"credential_id": key.credential_id}
+    rows: tuple[tuple[NoticeKind, str, dict[str, Any], str], ...] = (
+        (NoticeKind.KEY_COMPROMISED, key.pk, of_credential, f"checkout, key …{key.pk[-6:]}"),
+        (NoticeKind.CREDENTIAL_WITHOUT_KEY, key.credential_id, of_credential, "checkout"),
+        (NoticeKind.ROTATION_STALLED, "rot_" + "A" * 20, of_credential, "checkout"),
+        (NoticeKind.SCHEDULE_STALLED, "1", {"scope": key.credential_id, "why": "w"}, "checkout"),
+        (NoticeKind.STANDING_APPROVAL_EXPIRED, "sta_" + "A" * 20, {"scope": "production"}, "production"),
+        (NoticeKind.CAMPAIGN_HALTED, "cmp_" + "A" * 20, {"why": "3 of 5 stalled"}, "3 of 5 stalled"),
+        (NoticeKind.BACKEND_UNATTRIBUTED, "crd_" + "A" * 20, {"path": "p", "why": "a copy is gone"}, "a copy is gone"),
+        (NoticeKind.WEBHOOK_FAILED, "1", {"host": "hooks.acme.example", "why": "404"}, "hooks.acme.example"),
+    )
+    client = browser(desk.approver)
+    for kind, subject, payload, named in rows:
+        notice = create_notice(desk, kind, subject, **payload)
+        text = text_of(client.get("/admin/"))
+        assert f"{desk.sandbox} · {named}</span>" in text, kind
+        mark_seen(grant(desk.approver, P.NOTICES_MARK, desk.sandbox), notice)
+    listed = text_of(client.get(LIST))
+    assert [named for *_, named in rows if f">{named}</" not in listed] == []
+    assert "webhook endpoint 1" not in listed
 
 
 def test_events_are_named_in_words(desk: Desk) -> None:

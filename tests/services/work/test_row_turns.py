@@ -4,6 +4,7 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
+from pytest_django import DjangoAssertNumQueries
 
 from keyvault.models import WorkLease
 from keyvault.services.work import row_turns
@@ -35,6 +36,13 @@ def test_row_turns_continue_after_the_last_row_and_begin_again() -> None:
     add("a1", "a2", "b1")
     turns = RowTurns[WorkLease]()
     assert [visit(turns) for _ in range(3)] == [["a1", "a2"], ["b1", "a1"], ["a2", "b1"]]
+
+
+def test_row_turns_without_a_due_row_query_no_whole_rows(django_assert_num_queries: DjangoAssertNumQueries) -> None:
+    """Idle workers look for due rows every few seconds."""
+    with django_assert_num_queries(1) as queries:
+        assert visit(RowTurns[WorkLease]()) == []
+    assert "last_error" not in queries.captured_queries[0]["sql"]
 
 
 def test_row_turns_reach_earlier_rows_although_later_ones_keep_arriving() -> None:
