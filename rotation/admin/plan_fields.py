@@ -13,6 +13,7 @@ from keyvault.admin.framework.actions import ActionForm, ActionGroup, Cleaned
 from keyvault.admin.framework.widgets import NOTHING, Difference, moment, seconds
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
+from keyvault.domain.keys import KeyKind
 from rotation.domain.plan_fields import (
     FIELDS,
     NUMBERS,
@@ -24,6 +25,7 @@ from rotation.domain.plan_fields import (
     PlanOverrides,
     PlanSection,
     Proof,
+    default_proof,
 )
 from rotation.domain.windows import Window, clock_text, read_clock
 
@@ -121,6 +123,8 @@ def _help(field: PlanField) -> str:
     if has_fixed_default(field):
         return field.help
     example = " Enter a period such as 30m, 2h or 7d." if field.type is FieldType.SECONDS else ""
+    if example and field.least[Environment.PRODUCTION] > field.least[Environment.SANDBOX]:
+        example = f"{example} In production at least {seconds(field.least[Environment.PRODUCTION])}."
     return f"{field.help}{example} Empty: {field.describe_omitted(_show_number(field))}."
 
 
@@ -299,11 +303,12 @@ def show_plan_field(field: PlanField, value: Any, unmet: Container[Condition]) -
     return shown if reason is None else format_html("{} · {}", shown, reason.value)
 
 
-def is_deviation(field: PlanField, value: Any, environment: Environment) -> bool:
-    """Whether the plan has another value than the default, where the default is one value of the environment."""
+def is_deviation(field: PlanField, value: Any, environment: Environment, kind: KeyKind) -> bool:
+    """Whether the plan has another value than the default, where the default is one value for such a key."""
     if field.type in NUMBERS and environment in field.defaults:
-        is_computed = bool(field.production_rule) and environment is Environment.PRODUCTION
-        return not is_computed and bool(value != field.defaults[environment])
+        return bool(value != field.defaults[environment])
+    if field.name == "proof":
+        return value is not default_proof(kind)
     if field.type is FieldType.TEXT or not has_fixed_default(field):
         return False
     return bool(value != getattr(PlanOverrides(), field.name))

@@ -83,7 +83,9 @@ def banner_of(
         return Banner("Waiting for the quarantine to end.", end, tone, buttons)
     text = "" if is_advised else "Nothing is needed from you."
     if until is not None:
-        text = format_html("{} Next step {} at the earliest.", text, moment(until))
+        is_expiry = until == row.approval_expires_at
+        then = "Without approval it expires {}." if is_expiry else "Next step {} at the earliest."
+        text = format_html("{} {}", text, format_html(then, moment(until)))
     return Banner(f"Waiting for {in_words(waiting_for)}.", text, tone, buttons)
 
 
@@ -144,7 +146,8 @@ def _check(row: Rotation, state: RotationState, title: str, at: datetime | None,
 def _used(seen: dict[str, Any]) -> str:
     if seen.get("authentications"):
         sources, minutes = counted(seen.get("sources", 0), "source"), counted(seen.get("minutes", 0), "minute")
-        return f"{seen['authentications']:,} requests from {sources} in {minutes}"
+        acknowledged = "; acknowledged by the merchant" if seen.get("acknowledged_at") else ""
+        return f"{seen['authentications']:,} requests from {sources} in {minutes}{acknowledged}"
     if seen.get("acknowledged_at"):
         return "Acknowledged by the merchant with the replacement"
     return "Confirmed by an operator" if seen.get("confirmed_at") else ""
@@ -192,7 +195,7 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
     names = [name_source(user.source, user.user_agent) for user in users]
     is_old = key is row.predecessor
     other_id = row.replacement_id if is_old else row.predecessor_id
-    moved = {source.name: source.moved_at for source in waits.sources if source.moved_at is not None}
+    moved = {each.name: each.moved_at for each in waits.sources if each.has_moved and each.moved_at is not None}
     if not waits.sources and other_id is not None and row.credential.kind == KeyKind.PRIVATE:
         moved = find_last_of_sources(other_id, set(names))
     until = {source.name: source.until for source in waits.awaited}
@@ -232,12 +235,13 @@ def _status(
     Args:
         judged: the sources whose silence the rotation judges in its stage.
     """
+    moved_at = moved.get(name)
+    has_moved = moved_at is not None and moved_at >= user.last_at
     if name in until:
         end = until[name]
         need = describe_need(name) if end is None else format_html("silence is proved {}", moment(end))
-        return noted(badge("awaited", "wait"), need)
-    moved_at = moved.get(name)
-    if moved_at is not None and moved_at >= user.last_at:
+        return noted(badge("switched" if has_moved else "awaited", "wait"), need)
+    if has_moved:
         return noted(badge("switched", "good"), format_html("other key used {}", moment(moved_at)))
     if name in judged:
         return badge("silent_or_waived", "good")

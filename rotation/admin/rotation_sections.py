@@ -83,7 +83,7 @@ _IN_SHORT = ("proof", "quiet_seconds", "quarantine_seconds", "deadline", "at_dea
 
 def plan_card(row: Rotation) -> FactTable:
     """Return the plan in short: what deviates from the defaults first, each marked."""
-    plan, environment = row.readable_plan, Environment(row.account_environment)
+    plan, environment, kind = row.readable_plan, Environment(row.account_environment), KeyKind(row.credential.kind)
     if plan is None:
         return plan_facts(row)
     unmet = set(_unmet(row, plan))
@@ -91,7 +91,7 @@ def plan_card(row: Rotation) -> FactTable:
     for name, field in FIELDS.items():
         value = getattr(plan, name)
         shown = show_plan_field(field, value, unmet)
-        if is_deviation(field, value, environment):
+        if is_deviation(field, value, environment, kind):
             deviating.append((field.label, format_html("{} {}", shown, UNUSUAL)))
         elif name in _IN_SHORT:
             usual.append((field.label, shown))
@@ -101,10 +101,10 @@ def plan_card(row: Rotation) -> FactTable:
 
 def deviating_changes(row: Rotation) -> Iterator[Difference]:
     """Yield what deviates from the defaults in the plan that waits for approval."""
-    plan, environment = row.readable_plan, Environment(row.account_environment)
+    plan, environment, kind = row.readable_plan, Environment(row.account_environment), KeyKind(row.credential.kind)
     for name, field in () if plan is None else FIELDS.items():
         value = getattr(plan, name)
-        if is_deviation(field, value, environment):
+        if is_deviation(field, value, environment, kind):
             yield Difference(field.label, show_default(field, environment), show_value(field, value), is_unusual=True)
 
 

@@ -14,6 +14,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault
 from keyvault.domain.issuance import MAX_EXPIRES_IN_DAYS
+from keyvault.domain.keys import KeyKind
 from keyvault.domain.timestamps import format_timestamp
 from rotation.domain.windows import Window
 
@@ -483,6 +484,11 @@ SHARED_FIELDS = tuple(each for each in FIELDS.values() if each.is_shared)
 def default_of(name: str, environment: Environment) -> int:
     """Return the default of a number; for the deadline its distance from the start, in seconds."""
     return FIELDS[name].defaults[environment]
+
+
+def default_proof(kind: KeyKind) -> Proof:
+    """Return the default proof. Shipped apps hold a public key, so traffic cannot prove its replacement."""
+    return Proof.CONFIRMATION if kind is KeyKind.PUBLIC else Proof.TRAFFIC
 
 
 def with_defaults(overrides: PlanOverrides, environment: Environment) -> dict[str, Any]:

@@ -446,13 +446,15 @@ WAITS = (
     RunbookEntry(
         "A key is still in use, or its silence is not proved yet",
         ("silence of ",),
-        "The rotation waits for each source of the key that is being retired. A source is finished once it uses the "
-        "other key, or was silent for the quiet period and, in production, for twice its longest gap. Each "
-        "use restarts its time. Only time for which every verifier has reported its uses counts.",
+        "The rotation waits for each source of the key that is being retired. A source that has switched to the other "
+        "key is finished once it has not used this one for the quiet period and its own longest gap, because another "
+        "of its hosts may not have switched. Any other one must be silent for the quiet period and, in production, "
+        "for twice its longest gap. Each use restarts its time. Only time for which every verifier has reported its "
+        "uses counts.",
         (
             (
-                "Check below which sources it waits for, and which clients still use the key: source, network, user "
-                "agent, endpoint, last seen. These have not switched."
+                "Check below which sources it waits for: source, network, user agent, endpoint, last seen. Those "
+                "marked as switched need nothing. The others have not switched."
             ),
             Only(PRIVATE, "Until the quarantine begins both keys verify. Extend the deadline if they need longer."),
             Only(

@@ -360,9 +360,11 @@ def _missing_proof(facts: Facts, now: datetime) -> Wait | None:
     if plan.proof is Proof.ACK:
         return acknowledgement
     traffic = _missing_traffic(facts, now)
-    if plan.proof is Proof.BOTH and facts.acknowledged_at is None:
-        return traffic or acknowledgement
-    return traffic
+    if plan.proof is Proof.TRAFFIC or facts.acknowledged_at is not None:
+        return traffic
+    if traffic is None or traffic.until is not None:
+        return acknowledgement  # It may arrive during the soak time.
+    return traffic if facts.is_dormant else Wait(f"{traffic.waiting_for}; and {acknowledgement.waiting_for}")
 
 
 _MAX_PROOF_MINUTES = 10

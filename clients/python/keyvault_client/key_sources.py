@@ -68,8 +68,8 @@ class VaultKey:
     """A field of a secret in a key/value engine (version 2) of Vault or OpenBao.
 
     Args:
-        path: the API path, such as `secret/data/keyvault/sandbox`.
-        field: the member of the secret that is the key.
+        path: the API path; of a key that Keyvault keeps there, `keyvault-keys-sandbox/data/ACCOUNT_ID/CREDENTIAL_ID`.
+        field: the member of the secret that is the key; Keyvault writes `secret`.
         address: default: the environment variable VAULT_ADDR.
         token: source of the Vault token; default: the environment variable VAULT_TOKEN.
         tls: default: the public certificate authorities.
@@ -78,7 +78,7 @@ class VaultKey:
     def __init__(
         self,
         path: str,
-        field: str = "key",
+        field: str = "secret",
         *,
         address: str | None = None,
         token: KeySource | None = None,

@@ -195,7 +195,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             P.ISSUANCE_APPROVE,
             approve_issuance,
             explain="You approve exactly the request below. The worker creates the key; you will not see it.",
-            approved="Approved. The worker issues the key now. Only the requester can collect it.",
+            approved="Approved. The worker issues the key now.",
             is_undecided=_is_pending,
         ),
         reject_action(
@@ -331,10 +331,11 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             yield "Approved. The worker issues the key; this page updates by itself."
         elif row.state == S.ISSUED and row.requested_via is not None:
             yield "Issued. Only the requesting service can collect the key."
-        elif row.state == S.ISSUED and mine:
-            yield "Issued. You requested the key, so only you can collect it, once."
         elif row.state == S.ISSUED:
-            yield "Issued. Only the requester can collect the key."
+            is_stored = row.delivery == Delivery.SECRET_BACKEND
+            where = " The merchant's services read the key in the secret backend." if is_stored else ""
+            who = "You requested the key, so only you" if mine else "Only the requester"
+            yield f"Issued.{where} {who} can collect it, once."
         elif row.state == S.COLLECTED:
             yield "The key was collected. It cannot be shown again."
         elif row.state == S.BURNED:

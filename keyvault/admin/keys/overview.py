@@ -37,7 +37,9 @@ _MAX_CODES = 6
 _DAY = timedelta(days=1)
 _SLOTS = int(_DAY / SLOT)
 
-_NOT_USED = EmptyState("No verifications in the last 24 hours", "Each use of a key is counted here within a minute.")
+_NOT_USED = EmptyState(
+    "No verifications in the last 24 hours", "Uses of keys are added at the end of each quarter of an hour."
+)
 
 
 def overview_context(request: HttpRequest) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def _usage_context(request: HttpRequest, now: datetime) -> dict[str, Any]:
         ],
         moments,
         ticks=[
-            Tick(place / (_SLOTS - 1), "now" if place == _SLOTS - 1 else moments[place])
+            Tick(place / (_SLOTS - 1), f"{end + SLOT:%H:%M}" if place == _SLOTS - 1 else moments[place])
             for place in (0, 24, 48, 72, _SLOTS - 1)
         ],
     )

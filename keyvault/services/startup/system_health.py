@@ -48,9 +48,11 @@ class SystemHealth:
 
     @property
     def signed_at(self) -> datetime | None:
-        """When the oldest of the newest audit checkpoints was signed; None: one scope has none."""
-        times = [at for at in self.signed.values() if at is not None]
-        return min(times) if times and len(times) == len(self.signed) else None
+        """When the oldest of the newest audit checkpoints was signed; None: no scope has one.
+
+        A scope that was never used has nothing to sign.
+        """
+        return min((at for at in self.signed.values() if at is not None), default=None)
 
 
 _PART = """

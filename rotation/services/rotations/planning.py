@@ -20,8 +20,8 @@ from rotation.domain.plan_fields import (
     FIELDS,
     DeliveryChannel,
     PlanOverrides,
-    Proof,
     default_of,
+    default_proof,
     find_value_faults,
     has_excess,
     with_defaults,
@@ -78,7 +78,7 @@ def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: dat
     seconds = default_of("deadline", credential.environment)
     overrides = PlanOverrides(
         reason=reason,
-        proof=Proof.CONFIRMATION if is_public else Proof.TRAFFIC,
+        proof=default_proof(KeyKind(credential.kind)),
         deadline=None if is_public else now + timedelta(seconds=seconds),
         predecessor_may_expire=True,
     )
@@ -131,7 +131,7 @@ def _make_plan(credential: Credential, key: KeyOutline, overrides: PlanOverrides
     values = with_defaults(overrides, environment)
     values["reason"] = clean_text(overrides.reason, FIELDS["reason"].most)
     values["not_before"] = not_before = overrides.not_before or now
-    values["proof"] = overrides.proof or (Proof.CONFIRMATION if is_public else Proof.TRAFFIC)
+    values["proof"] = overrides.proof or default_proof(KeyKind(credential.kind))
     if overrides.deadline is None and not is_public:
         seconds = default_deadline_seconds(environment, values["quiet_seconds"], key.gap_seconds)
         values["deadline"] = _latest(key, overrides, not_before, seconds)

@@ -178,6 +178,21 @@ def test_issuance_discarded_shows_it(desk: Desk) -> None:
     assert "The key was not collected in time" in text
 
 
+def test_issuance_of_a_key_in_the_secret_backend_says_who_reads_it(desk: Desk) -> None:
+    """The merchant's services read such a key; nobody has to collect it."""
+    row = request_key(desk.production, by=desk.tam)
+    client = browser(desk.approver)
+    url = address("keyvault_issuancerequest_approve", row.pk)
+    answer = client.post(url, {"plan_digest": hidden(client.get(url), "plan_digest")}, follow=True)
+    assert "Approved. The worker issues the key now." in text_of(answer)
+    assert "collect" not in text_of(answer)
+    issue_request(fresh(row))
+    where = "Issued. The merchant&#x27;s services read the key in the secret backend."
+    for operator, who in ((desk.tam, "You requested the key, so only you"), (desk.approver, "Only the requester")):
+        text = text_of(browser(operator).get(address("keyvault_issuancerequest_change", row.pk)))
+        assert f"{where} {who} can collect it, once." in text
+
+
 # ------------------------------------------------------------------------------------------------- collection
 
 

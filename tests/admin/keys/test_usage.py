@@ -5,9 +5,10 @@ from datetime import UTC, datetime
 import pytest
 
 from keyvault.domain.keys import KeyKind
-from keyvault.models import Key
+from keyvault.models import Key, UsageTotal
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
+from keyvault.services.usage.totals import SLOT, start_of_slot
 from tests.admin.desk import Desk, address, browser, text_of
 from tests.factories import issue
 
@@ -62,6 +63,18 @@ def test_key_page_shows_that_the_list_of_users_is_truncated(desk: Desk) -> None:
     assert "10.0.99.1" not in text, "among equals the last by name is omitted"
     use(key, "203.0.113.1", UseOutcome.DENIED)
     assert "203.0.113.1" in page(desk, key), "users of one outcome do not displace those of another"
+
+
+@pytest.mark.database
+def test_overview_says_up_to_when_uses_are_counted(desk: Desk) -> None:
+    """Guarantee: the chart has complete quarters of an hour only, and does not call the end of the last one now."""
+    client = browser(desk.auditor)
+    assert "Uses of keys are added at the end of each quarter of an hour." in text_of(client.get("/admin/"))
+    begin = start_of_slot(datetime.now(UTC)) - SLOT
+    UsageTotal.objects.create(at=begin, environment="sandbox", outcome=UseOutcome.ALLOWED, count=7)
+    chart = text_of(client.get("/admin/")).partition("<h2>Verifications</h2>")[2].partition("<table")[0]
+    assert f">{begin + SLOT:%H:%M}</text>" in chart or f">{begin + 2 * SLOT:%H:%M}</text>" in chart
+    assert ">now<" not in chart
 
 
 @pytest.mark.parametrize("origin", ["", "https://shop.example"])

@@ -8,6 +8,7 @@ from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
 from keyvault.models import AuditChain, ServiceProcess, Verifier, WorkLease
 from keyvault.services.audit.checkpoints import signing_lease
+from keyvault.services.startup.system_health import SystemHealth
 from tests.admin.desk import Desk, address, browser, text_of
 from tests.factories import make_operator, now
 from tests.services.rows import disable_triggers
@@ -42,6 +43,12 @@ def test_health_of_an_operator_of_one_merchant_has_only_webhooks(desk: Desk) -> 
     page = text_of(browser(limited).get(address("health")))
     assert "Webhook endpoints that fail" in page
     assert "fresh-1" not in page
+
+
+def test_health_does_not_wait_for_the_signature_of_an_environment_that_was_never_used() -> None:
+    at = now()
+    signed = {"production": at, "sandbox": None, "service": at + timedelta(minutes=1)}
+    assert SystemHealth([], [], signed, set(), None, set()).signed_at == at
 
 
 def test_overview_and_health_alarm_about_the_audit_chain(desk: Desk) -> None:

@@ -130,7 +130,7 @@ class StoredKey:
         return self._text
 
     def _answer_as_vault(self, connection: socket.socket, request: ReceivedRequest) -> None:
-        found = {"status": 200, "body": {"data": {"data": {"key": self._text}}}}
+        found = {"status": 200, "body": {"data": {"data": {"secret": self._text}}}}
         reply = {"status": 404, "body": {"errors": []}} if self._text is None else found
         connection.sendall(b"".join(render(reply, {})))
 
@@ -235,8 +235,10 @@ def test_environment_is_a_source(server: ScriptedServer, monkeypatch: pytest.Mon
 
 
 def test_vault_path_is_a_source(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: the default field is the one in which Keyvault keeps a merchant's key."""
     monkeypatch.setenv("VAULT_TOKEN", "s.token")
-    with scripted_server({"status": 200, "body": {"data": {"data": {"key": OLD}}}}, {"status": 403}) as vault:
+    entry = {"secret": OLD, "schema": "1", "key_id": "fkz18LADEQXn2E6I", "environment": "sandbox"}
+    with scripted_server({"status": 200, "body": {"data": {"data": entry}}}, {"status": 403}) as vault:
         source = VaultKey("secret/data/shop", address=vault.url)
         server.begin(YES)
         with client_of(server, source) as client:

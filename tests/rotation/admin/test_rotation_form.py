@@ -160,6 +160,7 @@ def test_form_shows_every_field_once(desk: Desk) -> None:
     once = set(RotationForm().fields) - {"weekdays"}
     assert {name: names.count(name) for name in once} == dict.fromkeys(once, 1)
     assert names.count("weekdays") == 7
+    assert re.findall("In production at least ([^.]*)", text) == ["1 hour", "10 minutes"]
 
 
 def test_form_window_is_applied_by_the_engine(desk: Desk) -> None:

@@ -2,6 +2,7 @@
 
 import html
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from keyvault.services.keys.lifecycle import suspend_key
 from keyvault.services.usage.recorder import UsageLog
 from rotation.admin.rotation_progress import evidence_card, read_rotation_traffic, users_table
 from rotation.domain.events import RotationState
-from rotation.domain.plan_fields import PlanOverrides, Reinstatement
-from rotation.domain.silence import SourceFacts
-from rotation.models import Rotation
+from rotation.domain.plan_fields import PlanOverrides, Proof, Reinstatement
+from rotation.domain.silence import AwaitedSource, SourceFacts
+from rotation.models import Evidence, EvidenceKind, Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import Waits
 from rotation.services.rotations.requests import request_rotation
@@ -78,6 +79,28 @@ def test_plan_marks_what_deviates_from_the_defaults(desk: Desk) -> None:
     assert marked == ["Quiet period"]
 
 
+def test_approver_in_production_sees_each_value_that_weakens_the_default(desk: Desk) -> None:
+    """Guarantee: a shorter quiet period and another proof than traffic are marked on the page of the approval."""
+    key, _ = issue(desk.production)
+    allowed = grant(desk.tam, P.ROTATIONS_WRITE, desk.production)
+    chosen = PlanOverrides(reason="yearly", quiet_seconds=3_600, quarantine_seconds=600, proof=Proof.ACK)
+    row = request_rotation(allowed, key.credential, chosen)
+    text = text_of(browser(desk.approver).get(address("rotation_rotation_approve", row.pk)))
+    table = text.partition("<h2>What changes</h2>")[2].partition("</table>")[0]
+    marked = re.findall(r"<tr>\s*<td[^>]*>([^<]*)</td>(?:(?!</tr>).)*not the default", table, re.DOTALL)
+    assert marked == ["Proof", "Quiet period", "Quarantine"]
+    assert "7 days, or twice the longest gap of each source, if that is longer" in table
+
+
+def test_banner_of_an_undecided_rotation_names_when_it_expires(desk: Desk) -> None:
+    """Guarantee: the expiry of the request is not announced as the next step, since the approval comes before it."""
+    key, _ = issue(desk.production)
+    row = request_rotation(grant(desk.tam, P.ROTATIONS_WRITE, desk.production), key.credential, PlanOverrides())
+    (banner,) = re.findall(r'<section class="banner[^>]*>(.*?)</section>', page_of(desk, row), re.DOTALL)
+    assert "Without approval it expires <time" in banner
+    assert "at the earliest" not in banner
+
+
 def test_page_of_a_request_shows_the_uses_of_the_last_day_to_the_approver(desk: Desk) -> None:
     """Guarantee: who decides on a rotation sees how often the old key was used in the last 24 hours."""
     key, _ = issue(desk.production)
@@ -117,6 +140,20 @@ def test_evidence_says_whether_the_old_key_returns_from_quarantine(
     assert shown in str(evidence_card(row, [], []))
 
 
+@pytest.mark.parametrize(
+    ("seen", "shown"),
+    [
+        ({"acknowledged_at": None}, "120 requests from 2 sources in 12 minutes<"),
+        ({"acknowledged_at": "2026-11-22T09:00:00Z"}, "12 minutes; acknowledged by the merchant<"),
+        ({"acknowledged_at": "2026-11-22T09:00:00Z", "authentications": 0}, "Acknowledged by the merchant with"),
+    ],
+    ids=["traffic", "both", "acknowledgement"],
+)
+def test_evidence_of_use_names_the_traffic_and_the_acknowledgement(desk: Desk, seen: Any, shown: str) -> None:
+    used = {"authentications": 120, "sources": 2, "minutes": 12, **seen}
+    assert shown in str(evidence_card(rotated(desk), [Evidence(kind=EvidenceKind.USED, seen=used)], []))
+
+
 def test_users_who_have_not_switched_are_marked(desk: Desk) -> None:
     row = rotated(desk)
     note(row, "shop/1")
@@ -139,6 +176,26 @@ def test_users_are_called_silent_only_where_the_rotation_judges_it(desk: Desk, s
     assert "192.0.2.7" in unjudged
     assert "silent or waived" not in unjudged
     assert "silent or waived" in judged
+
+
+@pytest.mark.parametrize(
+    ("moved_seconds", "badge"), [(None, "awaited"), (-5, "awaited"), (5, "switched")], ids=["never", "and back", "yes"]
+)
+def test_users_whose_silence_is_awaited_are_marked_as_switched_if_they_are(
+    desk: Desk, moved_seconds: int | None, badge: str
+) -> None:
+    """Guarantee: an operator does not ask a merchant to switch a client that has switched."""
+    row = rotated(desk)
+    note(row, "shop/1")
+    at, row.state = now(), RotationState.OVERLAP
+    moved_at = None if moved_seconds is None else at + timedelta(seconds=moved_seconds)
+    source = SourceFacts(name_source("192.0.2.7", "shop/1"), used_at=at, moved_at=moved_at)
+    awaited = AwaitedSource(source.name, at, at + timedelta(hours=1))
+    waits = Waits("silence", sources=(source,), awaited=[awaited])
+    traffic = read_rotation_traffic(row, row.predecessor, at)
+    ((*_, status),) = users_table(row, row.predecessor, traffic, waits).rows
+    assert re.findall(r"badge-wait[^>]*>([^<]*)<", status) == [badge]
+    assert "silence is proved" in status
 
 
 def test_a_stalled_rotation_is_one_line_of_the_overview(desk: Desk) -> None:

@@ -108,19 +108,29 @@ def test_proof_that_is_missing_is_named(proof: Proof, is_dormant: bool) -> None:
     phrases = {
         Proof.ACK: ["acknowledge"],
         Proof.TRAFFIC: ["traffic", "0 of 5", "0 of 2"],
-        Proof.BOTH: ["traffic", "0 of 5", "0 of 2"],
+        Proof.BOTH: ["traffic", "0 of 5", "0 of 2", "acknowledge"],
         Proof.CONFIRMATION: ["operator"],
     }[proof] + (["operator", "acknowledge"] if is_dormant else [])
     assert [phrase for phrase in phrases if phrase not in found.waiting_for] == []
 
 
-def test_proof_of_both_names_the_traffic_first_and_then_the_acknowledgement() -> None:
-    without = step(S.AWAITING_PROOF, plan=BOTH)
-    with_traffic = step(S.AWAITING_PROOF, plan=BOTH, replacement=ENOUGH)
-    assert isinstance(without, Wait)
-    assert isinstance(with_traffic, Wait)
-    assert "traffic" in without.waiting_for
-    assert "acknowledge" in with_traffic.waiting_for
+@pytest.mark.parametrize(
+    ("replacement", "acknowledged_at", "expected"),
+    [
+        (ACTIVE, None, "traffic on the replacement: 0 of 5 authentications, 0 of 2 sources, 0 of 1 minutes; and {}"),
+        (used(5, 2, SOAKED + SECOND), None, "{}"),
+        (ENOUGH, None, "{}"),
+        (used(5, 2, SOAKED + SECOND), NOW, "the replacement to be in use for its soak time"),
+    ],
+    ids=["nothing", "not soaked", "soaked", "acknowledged, not soaked"],
+)
+def test_proof_of_both_names_the_acknowledgement_until_it_is_given(
+    replacement: KeyFacts, acknowledged_at: datetime | None, expected: str
+) -> None:
+    """The merchant may acknowledge before the soak time has passed."""
+    found = step(S.AWAITING_PROOF, plan=BOTH, replacement=replacement, acknowledged_at=acknowledged_at)
+    assert isinstance(found, Wait)
+    assert found.waiting_for == expected.format("the merchant to acknowledge with the replacement")
 
 
 def test_proof_soak_names_the_next_check() -> None:
