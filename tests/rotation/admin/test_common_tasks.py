@@ -7,7 +7,6 @@ import pytest
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.issuance import Delivery
-from keyvault.models import BreakGlass
 from keyvault.services.issuance.requests import collect_key
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.plan_fields import PlanOverrides
@@ -26,12 +25,11 @@ MAX_CLICKS = 3
 
 @dataclass(frozen=True)
 class Ids:
-    """What tasks name: a key, another one that leaked, as a whole, and requests that were denied and collected."""
+    """What tasks name: a key, another one that leaked, as a whole, and a request that was denied."""
 
     key: str
     leaked: str
     denied: str
-    collected: str
 
 
 @pytest.fixture
@@ -61,7 +59,7 @@ def desk(clock: Clock, verifier: UsageLog) -> Desk:
 def ids(desk: Desk) -> Ids:
     key, _ = issue(desk.production, label="storefront", by=desk.tam)
     _, leaked = issue(desk.production, label="mobile", by=desk.tam)
-    return Ids(key.key_id, leaked.reveal(), make_refusal().request_id, BreakGlass.objects.get().subject)
+    return Ids(key.key_id, leaked.reveal(), make_refusal().request_id)
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ TASKS: dict[str, list[tuple[str, list[Click], str]]] = {
         ),
         (
             "review a break-glass access",
-            [click("Review: Key collected: {collected}"), click("Mark as reviewed"), click("Mark as reviewed")],
+            [click("Review: acme/production · Key collected"), click("Mark as reviewed"), click("Mark as reviewed")],
             "reviewed",
         ),
     ],
