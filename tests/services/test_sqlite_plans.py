@@ -11,7 +11,7 @@ from django.test.utils import CaptureQueriesContext
 from keyvault.services.usage.retention import forget_old, roll_up
 from keyvault.services.usage.totals import write_totals
 from keyvault.services.webhooks.deliveries import deliver_due
-from keyvault.services.work.leases import measure_queue, take_due
+from keyvault.services.work.leases import has_due, measure_queue, take_due
 
 pytestmark = pytest.mark.django_db
 
@@ -21,7 +21,7 @@ JOBS: dict[str, Callable[[], object]] = {
     "totals": lambda: write_totals(NOW),
     "roll-up": lambda: roll_up(NOW),
     "retention of uses": lambda: forget_old(NOW),
-    "queue": lambda: take_due("rotation", NOW, 10, is_urgent=False),
+    "queue": lambda: (has_due("rotation", NOW, is_urgent=False), take_due("rotation", NOW, 10, is_urgent=False)),
     "depth of a queue": lambda: measure_queue("rotation", NOW),
     "webhooks": lambda: deliver_due(lambda: NOW),
 }

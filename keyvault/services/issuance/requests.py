@@ -52,7 +52,7 @@ from keyvault.services.secrets.stored_copies import (
 )
 from keyvault.services.work.clock import host_time
 from keyvault.services.work.leases import Lease, hold, renew
-from keyvault.services.work.row_turns import BATCH, batch_after
+from keyvault.services.work.row_turns import batch_after, list_batch
 
 """Maximum rows that one listing returns."""
 
@@ -327,7 +327,7 @@ def list_uncollected(now: datetime, after: IssuanceRequest | None = None) -> lis
 def list_used_uncollected(now: datetime, after: tuple[datetime, str] | None = None) -> list[IssuanceRequest]:
     """Return requests whose uncollected keys are in use, with or without authorization.
 
-    The list is in order of issue and has at most BATCH rows. `after`: exclusive start, as the `issued_at` and id
+    The list is in order of issue and has at most one batch of rows. `after`: exclusive start, as the `issued_at` and id
     of the last row already seen.
     """
     used = _uncollected(now).filter(key__use__isnull=False).exclude(key__state__in=DEAD_STATES)
@@ -335,7 +335,7 @@ def list_used_uncollected(now: datetime, after: tuple[datetime, str] | None = No
         issued_at, issuance_request_id = after
         later = Q(issued_at__gt=issued_at) | Q(issuance_request_id__gt=issuance_request_id)
         used = used.filter(later, issued_at__gte=issued_at)
-    return list(used.order_by("issued_at", "issuance_request_id")[:BATCH])
+    return list_batch(used.order_by("issued_at", "issuance_request_id"))
 
 
 def list_withdrawn(after: IssuanceRequest | None = None) -> list[IssuanceRequest]:

@@ -18,8 +18,13 @@ def batch_after(rows: QuerySet[_RowT], field: str, last: _RowT | None) -> list[_
     if last is not None:
         at: Any = getattr(last, field)
         ordered = ordered.filter(Q(**{f"{field}__gt": at}) | Q(pk__gt=last.pk), **{f"{field}__gte": at})
+    return list_batch(ordered)
+
+
+def list_batch(rows: QuerySet[_RowT]) -> list[_RowT]:
+    """Return the first BATCH rows."""
     # Most batches are empty, and a query of whole rows costs several times as much to build.
-    return list(ordered[:BATCH]) if ordered.values_list("pk")[:BATCH] else []
+    return list(rows[:BATCH]) if rows.values_list("pk")[:BATCH] else []
 
 
 @dataclass(slots=True)

@@ -109,8 +109,11 @@ def dispatch_due(
     send, dispatched = dispatch or dispatcher.require_sender(), 0
     for is_urgent in (True, False):
         for environment in served:
+            queue = _queue_of(environment)
+            if not leases.has_due(queue, clock(), is_urgent=is_urgent):
+                continue  # Counting the messages costs a request to the broker.
             room = MAX_QUEUED - count_messages(environment, is_urgent)
-            for subject in leases.take_due(_queue_of(environment), clock(), room, is_urgent=is_urgent):
+            for subject in leases.take_due(queue, clock(), room, is_urgent=is_urgent):
                 send(Turn(subject.removeprefix(subject_of("")), environment, is_urgent))
                 dispatched += 1
     return dispatched

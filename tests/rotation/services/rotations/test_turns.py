@@ -205,11 +205,18 @@ def test_tick_dispatches_an_urgent_rotation_before_many_others(
 
 
 def test_tick_with_nothing_due_makes_one_query_per_queue(clock: Clock, verifier: UsageLog) -> None:
-    """Guarantee: open rotations that wait cost nothing."""
+    """Guarantee: open rotations that wait cost nothing, and no request to the broker."""
     for _ in range(3):
         advance(begun(clock), clock)
+    counted, sent = list[str](), list[Turn]()
+
+    def count_messages(environment: str, is_urgent: bool) -> int:
+        counted.append(environment)
+        return 0
+
     with CaptureQueriesContext(connection) as made:
-        assert run_due(clock) == 0
+        assert dispatch_due(clock, sent.append, count_messages=count_messages) == 0
+    assert counted == []
     assert len(made) == 4
     assert all(query["sql"].startswith("SELECT 1") for query in made)
 
