@@ -32,6 +32,7 @@ from keyvault.services.keys.records import prove_service_token
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.secrets.stored_copies import read_public_string, read_string
 from keyvault.services.tokens.service_tokens import rotate_service_token
+from keyvault.services.work import row_turns
 from tests.factories import account, approve, grant, issue_request, make_token, now, request_key
 from tests.services.conftest import Scene, make_scene
 from tests.services.keys.test_lifecycle import verdict
@@ -426,7 +427,7 @@ def test_discard_with_more_used_keys_than_one_sweep_logs_each(
     scene: Scene, requester: Requester, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unresolved used keys do not hide others from the log."""
-    monkeypatch.setattr(issuance, "BATCH", 2)
+    monkeypatch.setattr(row_turns, "BATCH", 2)
     monkeypatch.setattr(maintenance, "_used_uncollected", maintenance.UsedUncollected())
     requests = [request_and_issue(requester.service, scene.sandbox, at=now() - COLLECT_WITHIN) for _ in range(5)]
     for request in requests:
