@@ -18,7 +18,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.domain.sources import name_source
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key
-from keyvault.models.usage import SIGNS_OF_LIFE
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 from keyvault.services.usage.reports import KeyUser, find_last_of_sources, first_of_each_outcome
 from keyvault.services.usage.series import Traffic, choose_step, read_traffic
 from rotation.domain.events import RotationState
@@ -78,7 +78,7 @@ def banner_of(
         waiting_for = re.sub(": .*", f": {counted(len(awaited), 'source')}, listed below", waiting_for)
     tone = "wait" if is_advised else ""
     if row.state == S.QUARANTINE and until is not None:
-        unless = "" if row.credential.kind == KeyKind.PUBLIC else " unless a client tries it"
+        unless = "" if row.credential.kind == KeyKind.PUBLIC else " unless a known source tries it"
         end = format_html("The old key is suspended. It is revoked {}{}.", moment(until), unless)
         return Banner("Waiting for the quarantine to end.", end, tone, buttons)
     text = "" if is_advised else "Nothing is needed from you."
@@ -120,9 +120,21 @@ def _checks(row: Rotation, found: dict[str, Evidence], awaited: Sequence[Awaited
         return
     silent = "Waived by the approved plan" if row.waived_at and not row.silent_at else _silence(row, awaited)
     yield _check(row, S.OVERLAP, "Old key silent", row.silent_at or row.waived_at, silent)
-    untried = found.get(K.UNTRIED)
-    tried = None if untried is None else untried.created_at
-    yield _check(row, S.QUARANTINE, "Old key not tried in quarantine", tried, _quarantine(row, is_untried=bool(tried)))
+    yield _check_quarantine(row, found)
+
+
+def _check_quarantine(row: Rotation, found: dict[str, Evidence]) -> EvidenceItem:
+    """Return what the quarantine has shown; attempts by unknown sources are refused, and do not delay its end."""
+    tried = found.get(K.TRIED)
+    if tried is not None and (row.quarantined_at is None or tried.created_at < row.quarantined_at):
+        tried = None  # these attempts reinstated the key
+    end = found.get(K.UNTRIED) or tried
+    title = "Old key not tried in quarantine" if tried is None else "Old key not tried by a known source in quarantine"
+    if tried is None:
+        detail = _quarantine(row, is_untried=end is not None)
+    else:
+        detail = f"Refused: {', '.join(attempt['source'] for attempt in tried.seen['attempts'])}"
+    return _check(row, S.QUARANTINE, title, None if end is None else end.created_at, detail)
 
 
 def _quarantine(row: Rotation, *, is_untried: bool) -> str:
@@ -170,11 +182,15 @@ def _silence(row: Rotation, awaited: Sequence[AwaitedSource]) -> str:
 
 
 def read_rotation_traffic(row: Rotation, retiring: Key, now: datetime) -> Traffic:
-    """Read the uses of both keys since an hour before the request, and who uses the key that is being retired."""
+    """Read the uses of both keys since an hour before the request, and who uses the key that is being retired.
+
+    Once that key was quarantined, its users include those who were refused.
+    """
     since, until = row.created_at - _BEFORE, now if row.closed_at is None else min(now, row.closed_at + _BEFORE)
     keys = [key.key_id for key in (row.predecessor, row.replacement) if key is not None]
     step = choose_step(since, until, now)
-    return read_traffic(keys, since, until, step, users_of=[retiring.key_id], outcomes=SIGNS_OF_LIFE)
+    outcomes = SIGNS_OF_LIFE if row.quarantined_at is None else (*SIGNS_OF_LIFE, UseOutcome.REFUSED)
+    return read_traffic(keys, since, until, step, users_of=[retiring.key_id], outcomes=outcomes)
 
 
 def chart_card(row: Rotation, traffic: Traffic, now: datetime) -> Card | None:
@@ -193,6 +209,7 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
     """Return who uses the key that is being retired, with what each source still has to do, and the rows as CSV."""
     users = first_of_each_outcome(traffic.users[key.key_id], _MAX_USERS)
     names = [name_source(user.source, user.user_agent) for user in users]
+    accepted = [user for user in users if user.outcome is not UseOutcome.REFUSED]
     is_old = key is row.predecessor
     other_id = row.replacement_id if is_old else row.predecessor_id
     moved = {each.name: each.moved_at for each in waits.sources if each.has_moved and each.moved_at is not None}
@@ -218,7 +235,7 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
             for name, user in zip(names, users, strict=True)
         ],
         empty="No source has used it yet.",
-        aside=format_html("{} {}", _csv_button(users) if users else "", every_use),
+        aside=format_html("{} {}", _csv_button(accepted) if accepted else "", every_use),
     )
 
 
@@ -235,6 +252,8 @@ def _status(
     Args:
         judged: the sources whose silence the rotation judges in its stage.
     """
+    if user.outcome is UseOutcome.REFUSED:
+        return badge("refused", "bad")
     moved_at = moved.get(name)
     has_moved = moved_at is not None and moved_at >= user.last_at
     if name in until:

@@ -462,17 +462,33 @@ WAITS = (
                 "A source can be waived by name if it will not use the key again or was seen only once (all its "
                 "uses are within 24 hours). If it calls with the key after that, it is refused.",
             ),
+        ),
+        (R.EXTEND, R.WAIVE, R.ROLL_BACK),
+    ),
+    RunbookEntry(
+        "The quarantine has not ended yet",
+        ("the quarantine of ",),
+        "The key that is being retired is suspended: each request with it is refused. It is revoked at the end of the "
+        "quarantine.",
+        (
+            "Wait: the rotation continues automatically.",
             Only(
                 PRIVATE,
-                "During the quarantine, attempts by a known source reinstate the old key once, if the plan says so; "
-                "those by an unknown source raise an alarm.",
+                "An attempt by a source that used the key before begins the quarantine again. The first one reinstates "
+                "the old key, if the plan says so: have this client switch.",
+            ),
+            Only(
+                PRIVATE,
+                "An attempt by an unknown source raises an alarm: the key may have leaked. See below who was refused. "
+                "If the merchant does not know this client, report the key as compromised on its page.",
             ),
             Only(
                 PUBLIC,
                 "No traffic makes a public key valid again after its retirement date: clients must switch.",
             ),
+            "Hold the key suspended if you need more time: the rotation then neither resumes nor revokes it.",
         ),
-        (R.EXTEND, R.WAIVE, R.HOLD, R.ROLL_BACK),
+        (R.HOLD, R.ROLL_BACK),
     ),
     RunbookEntry(
         "The key that stays was not used last",

@@ -505,7 +505,7 @@ def _missing_silence(facts: Facts, last_at: datetime | None, period_seconds: int
     if facts.observed_through is None:
         return Wait("a verifier that reports uses")
     if facts.observed_through < silent_at:
-        return Wait(f"silence of {whose} until {show_time(silent_at)}", silent_at)
+        return Wait(f"the quarantine of {whose} to end at {show_time(silent_at)}", silent_at)
     return None
 
 

@@ -44,14 +44,14 @@ def page_of(desk: Desk, row: Rotation) -> str:
     return text_of(browser(desk.tam).get(address("rotation_rotation_change", row.pk)))
 
 
-def note(row: Rotation, user_agent: str) -> None:
+def note(row: Rotation, user_agent: str, outcome: UseOutcome = UseOutcome.ALLOWED) -> None:
     log = UsageLog()
     log.note(
         row.predecessor_id,
         source="192.0.2.7",
         user_agent=user_agent,
         endpoint="orders.retrieve",
-        outcome=UseOutcome.ALLOWED,
+        outcome=outcome,
     )
     log.flush()
 
@@ -152,6 +152,45 @@ def test_evidence_says_whether_the_old_key_returns_from_quarantine(
 def test_evidence_of_use_names_the_traffic_and_the_acknowledgement(desk: Desk, seen: Any, shown: str) -> None:
     used = {"authentications": 120, "sources": 2, "minutes": 12, **seen}
     assert shown in str(evidence_card(rotated(desk), [Evidence(kind=EvidenceKind.USED, seen=used)], []))
+
+
+@pytest.mark.parametrize(
+    ("tried_seconds", "status", "title"),
+    [
+        (None, "current", "Old key not tried in quarantine"),
+        (-5, "current", "Old key not tried in quarantine"),
+        (5, "done", "Old key not tried by a known source in quarantine"),
+    ],
+    ids=["never", "before it was reinstated", "by an unknown source"],
+)
+def test_evidence_names_who_was_refused_in_quarantine(
+    desk: Desk, tried_seconds: int | None, status: str, title: str
+) -> None:
+    """Guarantee: an attempt by an unknown source is shown, and leaves no requirement of the revocation open."""
+    row, at = rotated(desk), now()
+    row.state, row.quarantined_at = RotationState.QUARANTINE, at
+    recorded = []
+    if tried_seconds is not None:
+        seen = {"attempts": [{"source": "192.0.2.0/24", "is_known": False}]}
+        tried_at = at + timedelta(seconds=tried_seconds)
+        recorded.append(Evidence(kind=EvidenceKind.TRIED, seen=seen, created_at=tried_at))
+    card = evidence_card(row, recorded, [])
+    item = card.body.checks[-1]
+    assert (item.title, item.state) == (title, status)
+    assert ("Refused: 192.0.2.0/24" in str(item.detail)) is (status == "done")
+
+
+def test_users_who_were_refused_in_quarantine_are_marked(desk: Desk) -> None:
+    """Guarantee: the page that an alarm about an attempt leads to shows who tried the key."""
+    row = rotated(desk)
+    note(row, "shop/1")
+    note(row, "intruder/1", UseOutcome.REFUSED)
+    row.state, row.quarantined_at = RotationState.QUARANTINE, now()
+    table = users_table(row, row.predecessor, read_rotation_traffic(row, row.predecessor, now()), Waits("its end"))
+    status = {"intruder" in str(who): str(shown) for who, *_, shown in table.rows}
+    assert ">refused<" in status[True]
+    assert ">refused<" not in status[False]
+    assert "intruder" not in table.aside
 
 
 def test_users_who_have_not_switched_are_marked(desk: Desk) -> None:

@@ -28,7 +28,7 @@ from rotation.domain.runbook import (
 )
 from rotation.domain.states import WHY, Move, Wait
 from rotation.domain.windows import Blackout, Window
-from tests.rotation.situation import ACTIVE, NOW, QUIET, plan, step, used
+from tests.rotation.situation import ACTIVE, NOW, QUIET, SUSPENDED, plan, step, used
 
 S = RotationState
 
@@ -84,6 +84,16 @@ def test_runbook_has_entries_for_stalls_of_the_worker() -> None:
 @pytest.mark.parametrize("waiting_for", sorted(set(waits_in_the_code())))
 def test_runbook_has_an_entry_for_every_wait(waiting_for: str) -> None:
     assert waiting_for.startswith(OF_ITSELF) or find_wait(waiting_for, is_failing=True) is not None
+
+
+@pytest.mark.parametrize("state", [S.QUARANTINE, S.ROLLING_BACK])
+def test_runbook_of_a_quarantine_is_not_that_of_a_key_in_use(state: RotationState) -> None:
+    keys = {"replacement" if state is S.ROLLING_BACK else "predecessor": SUSPENDED}
+    found = step(state, written_back_at=NOW, quarantined_at=NOW, entered_at=NOW, observed_through=NOW, **keys)
+    assert isinstance(found, Wait)
+    entry = find_wait(found.waiting_for, is_failing=False)
+    assert entry is not None
+    assert entry.title == "The quarantine has not ended yet"
 
 
 @pytest.mark.parametrize("state", [S.OVERLAP, S.ROLLING_BACK])
