@@ -247,7 +247,7 @@ GUARDS = (
     Guard(
         "tripwire-refused-adds-no-source",
         "keyvault/services/usage/recorder.py",
-        "HAVING max(allowed_at) IS NOT NULL OR max(denied_at) IS NOT NULL OR (<source>) IS NOT NULL",
+        "AND (max(allowed_at) IS NOT NULL OR max(denied_at) IS NOT NULL OR (<source>) IS NOT NULL)",
         "",
         "A flood of a suspended key adds no sources, whose number the tripwire's cost depends on.",
         "tests/services/usage/test_reports.py::test_attempts_by_many_unknown_sources_add_no_source",
