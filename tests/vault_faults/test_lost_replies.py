@@ -58,7 +58,7 @@ def test_lost_reply_to_an_unwrap_stalls_the_rotation_as_a_taken_login(harness: V
     harness.clock.tick(60)
     rotation = advance(rotation, harness.clock)
     assert rotation.state == "stalled"
-    assert "Another party" in rotation.why
+    assert "may have been intercepted" in rotation.why
     assert harness.verify(next(iter(injected.strings.values()))) == (True, None)
     harness.make_logins(renew=True, wrap_seconds=300, roles=(VaultRole.ISSUER,))
     trial = injected.resumed()
