@@ -98,7 +98,7 @@ def request_of(operator: OperatorPrincipal, environment: str = "") -> Any:
 
 
 def test_query_is_kept_for_one_operator_and_environment() -> None:
-    """Guarantee: nobody gets the query of other roles, another scope or another person."""
+    """Guarantee: a query serves only the person, roles, scope and environment that it was compiled for."""
     kept, select = KeptQueries(), cast(Any, object)
     first = kept.find("menu", request_of(OPERATOR), select)
     assert kept.find("menu", request_of(OPERATOR), select) is first

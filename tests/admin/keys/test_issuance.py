@@ -179,7 +179,7 @@ def test_issuance_discarded_shows_it(desk: Desk) -> None:
 
 
 def test_issuance_of_a_key_in_the_secret_backend_says_who_reads_it(desk: Desk) -> None:
-    """The merchant's services read such a key; nobody has to collect it."""
+    """The merchant's services read such a key there: the page asks no operator to collect it."""
     row = request_key(desk.production, by=desk.tam)
     client = browser(desk.approver)
     url = address("keyvault_issuancerequest_approve", row.pk)
