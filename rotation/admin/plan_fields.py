@@ -3,7 +3,7 @@
 import re
 from collections.abc import Container, Iterable
 from dataclasses import replace
-from datetime import UTC
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from django import forms
@@ -34,6 +34,7 @@ WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", 
 _MINUTES_PER_DAY = 24 * 60
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _PERIOD = re.compile(r"\s*([0-9]{1,8})\s*([smhd]?)\s*")
+_SECONDS = re.compile(r"\b([0-9]+) seconds\b")
 _WINDOW_NAMES = ("weekdays", "opens", "closes", "time_zone")
 
 
@@ -128,6 +129,10 @@ def _help(field: PlanField) -> str:
     return f"{field.help}{example} Empty: {field.describe_omitted(_show_number(field))}."
 
 
+def show_period(count: int) -> str:
+    return seconds(count) if count else "0 seconds"
+
+
 def _show_number(field: PlanField) -> Any:
     return seconds if field.type in {FieldType.SECONDS, FieldType.INSTANT} else str
 
@@ -213,9 +218,19 @@ class PlanForm(ActionForm):
             self.fields.update(_form_fields(field, self.without))
 
     def show_faults(self, error: RequestInvalidError) -> None:
-        """Show a fault beside the form's field for it."""
-        faults = [Fault(f"/{self.form_name(fault.pointer)}", fault.detail) for fault in error.faults]
+        """Show a fault beside the form's field for it, with its periods in the units in which they are typed."""
+        named = [(self.form_name(fault.pointer), fault.detail) for fault in error.faults]
+        faults = [Fault(f"/{name}", self._in_units(name, detail)) for name, detail in named]
         super().show_faults(RequestInvalidError(error.detail, faults))
+
+    def _in_units(self, name: str, detail: str) -> str:
+        """Return the fault of the form's field with periods such as `5 minutes`; the service has numbers of seconds."""
+        field, value, now = FIELDS.get(name), self.cleaned_data.get(name), datetime.now(UTC)
+        if field is not None and field.type is FieldType.SECONDS:
+            for environment in Environment:
+                if field.find_fault(value, environment, now) == detail:
+                    return str(field.find_fault(value, environment, now, show_period))
+        return _SECONDS.sub(lambda found: show_period(int(found[1])), detail)
 
     def form_name(self, pointer: str) -> str:
         """Return the name of the form's field for a fault of the service."""

@@ -151,15 +151,18 @@ def _may_be_retired(rotation: Rotation) -> bool:
 
 
 def may_be_collected(rotation: Rotation) -> bool:
-    """Whether the replacement can be collected in the console.
+    """Whether the console offers to collect the replacement.
 
-    A sealed key is fetched by the merchant. A public key is shown on its own page at any time.
+    A sealed key is fetched by the merchant. A public key is shown on its own page at any time. The merchant reads a
+    stored key in the secret backend: none is offered after the rotation that has proved its use.
     """
     key = rotation.replacement
+    is_ended = rotation.current_state in CLOSED and rotation.used_at is not None
+    is_wanted = rotation.delivery is Delivery.SHOW_ONCE or not is_ended
     is_uncollected = rotation.delivered_at is not None and rotation.collected_at is None
     is_good = key is not None and key.state not in DEAD_STATES
     is_shown = rotation.delivery is not Delivery.SEALED and rotation.credential.kind == KeyKind.PRIVATE
-    return is_uncollected and is_good and is_shown and rotation.stage is not S.ROLLING_BACK
+    return is_uncollected and is_good and is_shown and is_wanted and rotation.stage is not S.ROLLING_BACK
 
 
 # --- explanations --------------------------------------------------------------------------------------------

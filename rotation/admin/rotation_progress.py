@@ -14,6 +14,7 @@ from django.utils.safestring import SafeString
 from keyvault.admin.framework.components import Banner, Card, Checks, EvidenceItem
 from keyvault.admin.framework.widgets import Link, Table, badge, counted, identifier, link, moment, mono, noted, seconds
 from keyvault.admin.keys.traffic import traffic_card
+from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.sources import name_source
 from keyvault.domain.timestamps import format_timestamp
@@ -26,6 +27,7 @@ from rotation.domain.plan_fields import Reinstatement
 from rotation.domain.silence import AwaitedSource, describe_need
 from rotation.domain.states import CLOSED
 from rotation.models import Evidence, EvidenceKind, Rotation
+from rotation.services.rotations.facts import list_waived
 from rotation.services.rotations.reports import Waits
 
 S, K = RotationState, EvidenceKind
@@ -35,8 +37,11 @@ _MAX_USERS = 20
 _BEFORE = timedelta(hours=1)
 """Time before the request of the rotation that the chart shows."""
 
-_BEFORE_SILENCE = {S.PUBLISHING, S.AWAITING_PROOF}
-"""Stages with both keys in which no source is waited for yet."""
+_JUDGES_SILENCE = {S.OVERLAP, S.ROLLING_BACK}
+"""Stages that judge the silence of each source that is known by its name."""
+
+_AFTER_SILENCE = {S.QUARANTINE, S.REVOKING, S.COMPLETED}
+"""Stages after the silence of the old key, unless it ended before."""
 
 _GOOD_ENDS = {S.COMPLETED, S.ROLLED_BACK}
 
@@ -166,7 +171,11 @@ def _used(seen: dict[str, Any]) -> str:
 
 
 def _delivery(row: Rotation) -> str:
-    return f"By {row.credential.get_delivery_display().replace('_', ' ')}" if row.delivered_at else ""
+    if row.delivered_at is None:
+        return ""
+    is_read = row.delivery is Delivery.SECRET_BACKEND and row.credential.kind == KeyKind.PRIVATE
+    way = row.credential.get_delivery_display().replace("_", " ")
+    return f"By {way}: the merchant reads it there" if is_read else f"By {way}"
 
 
 def _silence(row: Rotation, awaited: Sequence[AwaitedSource]) -> str:
@@ -216,7 +225,7 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
     if not waits.sources and other_id is not None and row.credential.kind == KeyKind.PRIVATE:
         moved = find_last_of_sources(other_id, set(names))
     until = {source.name: source.until for source in waits.awaited}
-    judged = {source.name for source in waits.sources}
+    judged, waived = {source.name for source in waits.sources}, list_waived(row, key)
     every_use = link(reverse("admin:keyvault_key_change", args=[key.pk]), "every use")
     title = f"Who still uses the {'old key' if is_old else 'replacement'}"
     if len(users) == _MAX_USERS or traffic.has_more_users:
@@ -230,7 +239,7 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
                 mono(user.endpoint or "none"),
                 f"{user.count:,}",
                 moment(user.last_at),
-                _status(row, name, user, moved, until, judged),
+                _status(row, name, user, moved, until, judged, waived),
             ]
             for name, user in zip(names, users, strict=True)
         ],
@@ -246,11 +255,13 @@ def _status(
     moved: dict[str, datetime],
     until: dict[str, datetime | None],
     judged: set[str],
-) -> SafeString | str:
-    """Return whether the source still needs the key: a badge, and below it since or until when. Empty: unknown.
+    waived: set[str],
+) -> SafeString:
+    """Return whether the source still needs the key: a badge, and below it since or until when, or why.
 
     Args:
         judged: the sources whose silence the rotation judges in its stage.
+        waived: the sources that operators have waived.
     """
     if user.outcome is UseOutcome.REFUSED:
         return badge("refused", "bad")
@@ -262,9 +273,15 @@ def _status(
         return noted(badge("switched" if has_moved else "awaited", "wait"), need)
     if has_moved:
         return noted(badge("switched", "good"), format_html("other key used {}", moment(moved_at)))
-    if name in judged:
-        return badge("silent_or_waived", "good")
-    return badge("not_switched") if row.stage in _BEFORE_SILENCE and row.state not in CLOSED else ""
+    if row.credential.kind == KeyKind.PUBLIC:
+        return noted(badge("unknown"), "not recorded for public keys")
+    is_after = row.stage in _AFTER_SILENCE
+    if (name in judged and name in waived) or (is_after and (name in waived or row.waived_at is not None)):
+        return badge("waived", "good")
+    # An operator can resume the key in quarantine: the source may have used it since.
+    if name in judged or (is_after and row.silent_at is not None and user.last_at <= row.silent_at):
+        return badge("silent")
+    return badge("unknown" if row.stage in _JUDGES_SILENCE else "not_switched")
 
 
 def _csv_button(users: Sequence[KeyUser]) -> SafeString:

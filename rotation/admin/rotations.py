@@ -60,7 +60,7 @@ from keyvault.admin.keys.traffic import day_uses
 from keyvault.domain.environments import Environment
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
-from keyvault.models import Account, BreakGlass, Credential, Key, WorkLease
+from keyvault.models import Account, BreakGlass, Credential, Key, WebhookEndpoint, WorkLease
 from keyvault.services.usage.reports import find_last
 from rotation.admin.rotation_actions import REQUEST, ROW_ACTIONS, has_old_key, may_be_collected
 from rotation.admin.rotation_progress import (
@@ -211,15 +211,28 @@ class RotationAdmin(ConsoleModelAdmin):
         return rows.select_related("credential__account", "requester", "requested_via")
 
     def rows_to_open(self, request: HttpRequest) -> QuerySet[Any]:
-        """Annotate `last_error`, of the last attempt at its step if that failed, and `attempts` in a row."""
+        """Annotate `last_error`, of the last attempt at its step if that failed, and `attempts` in a row.
+
+        `has_endpoint`: the account has an enabled webhook endpoint. `bypass_id`, `bypassed_by`: the unreviewed bypass
+        and who acted.
+        """
         failed = WorkLease.objects.filter(subject=Concat(Value(subject_of("")), OuterRef("pk"))).exclude(last_error="")
         rows: QuerySet[Any] = (
             super()
             .rows_to_open(request)
-            .select_related("credential__account__merchant", "predecessor", "replacement", "schedule")
+            .select_related("credential__account__merchant", "predecessor", "replacement__use", "schedule")
         )
         last_error, attempts = (Subquery(failed.values(name)[:1]) for name in ("last_error", "attempts"))
-        found: QuerySet[Any] = rows.annotate(last_error=last_error, attempts=attempts)
+        enabled = WebhookEndpoint.objects.filter(account=OuterRef("account"), disabled_at__isnull=True)
+        bypass = _UNREVIEWED.filter(subject=OuterRef("pk"))
+        bypass_id, bypassed_by = (Subquery(bypass.values(name)[:1]) for name in ("act_id", "operator__username"))
+        found: QuerySet[Any] = rows.annotate(
+            last_error=last_error,
+            attempts=attempts,
+            has_endpoint=Exists(enabled),
+            bypass_id=bypass_id,
+            bypassed_by=bypassed_by,
+        )
         return found
 
     def fetch_changes(self, rows: list[Any]) -> None:
@@ -319,15 +332,14 @@ class RotationAdmin(ConsoleModelAdmin):
             yield "You can collect the replacement, once."
 
     def _bypass_note(self, request: HttpRequest, row: Any) -> SafeString:
-        *_, action = (act for act in row.approval_acts if act.event == BYPASSED and act.reviewed_at is None)
         text = format_html(
             "Bypass not reviewed yet: {} started this without a second person at {} UTC.",
-            action.operator.username,
-            f"{action.created_at:%Y-%m-%d %H:%M}",
+            row.bypassed_by,
+            f"{row.bypassed_at:%Y-%m-%d %H:%M}",
         )
         if not (may(request, P.BREAK_GLASS_REVIEW) or may(request, P.AUDIT_READ)):
             return text
-        url = reverse("admin:keyvault_breakglass_change", args=[action.pk])
+        url = reverse("admin:keyvault_breakglass_change", args=[row.bypass_id])
         return format_html("{} {}", text, link(url, "Review the bypass"))
 
     def changes(self, row: Rotation) -> Iterable[Difference]:
@@ -458,12 +470,12 @@ class RotationAdmin(ConsoleModelAdmin):
         return Extras(links=[Link("Rotate", f"{url}?credential={credential.pk}")], sections=[table])
 
 
-def _advise(row: Rotation, waiting_for: str, *, is_failing: bool) -> Advice | None:
+def _advise(row: Any, waiting_for: str, *, is_failing: bool) -> Advice | None:
     """Return the runbook's advice, if an operator can do something."""
     entry = find_stall(row.why) if row.state == S.STALLED else find_wait(waiting_for, is_failing=is_failing)
     if entry is None:
         return None
-    return fit_advice(entry, Case(row.delivery, KeyKind(row.credential.kind), has_old_key(row)))
+    return fit_advice(entry, Case(row.delivery, KeyKind(row.credential.kind), has_old_key(row), row.has_endpoint))
 
 
 def _to_confirm(rows: QuerySet[Any]) -> list[QuerySet[Any]]:

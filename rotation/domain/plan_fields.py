@@ -133,11 +133,15 @@ class PlanField:
         default = "" if self.type is FieldType.TEXT else f" Default: {self.describe_omitted()}."
         return f"{self.help}{accepted}{default}"
 
-    def describe_bounds(self, environment: Environment | None = None) -> str:
-        """Return the accepted numbers, of both environments if they differ and none is named."""
+    def describe_bounds(self, environment: Environment | None = None, show: Callable[[int], str] | None = None) -> str:
+        """Return the accepted numbers, of both environments if they differ and none is named.
+
+        `show` formats a number with its unit; without it, both bounds share the unit of the field.
+        """
         if environment is None and len(set(self.least.values())) > 1:
-            return "; ".join(f"{self.describe_bounds(each)} in {each}" for each in Environment)
-        return f"{self.least[environment or _SANDBOX]} to {self.most} {self.unit}"
+            return "; ".join(f"{self.describe_bounds(each, show)} in {each}" for each in Environment)
+        least = self.least[environment or _SANDBOX]
+        return f"{least} to {self.most} {self.unit}" if show is None else f"{show(least)} to {show(self.most)}"
 
     def describe_omitted(
         self, show: Callable[[int], str] | None = None, environments: Iterable[Environment] = tuple(Environment)
@@ -155,13 +159,19 @@ class PlanField:
     def _show_default(self, number: int) -> str:
         return str(number) if self.type is FieldType.COUNT else f"{number} seconds"
 
-    def find_fault(self, value: Any, environment: Environment, now: datetime) -> str | None:
-        """Return what is wrong with the value, and what is accepted; None: nothing is."""
+    def find_fault(
+        self, value: Any, environment: Environment, now: datetime, show: Callable[[int], str] | None = None
+    ) -> str | None:
+        """Return what is wrong with the value, and what is accepted; None: nothing is.
+
+        `show` formats a number with its unit; without it, a period is in seconds.
+        """
         if value is None:
             return None
         if self.type in NUMBERS and not self.least[environment] <= value <= self.most:
             where = f" in {environment}" if len(set(self.least.values())) > 1 else ""
-            return f"{_quote(value)} is out of range. Use {self.describe_bounds(environment)}{where}."
+            given = (show or _quote)(value)
+            return f"{given} is out of range. Use {self.describe_bounds(environment, show)}{where}."
         if self.type is FieldType.TEXT and len(value) > self.most:
             return f"The text has {len(value)} {self.unit}. Use at most {self.most}."
         if self.type is FieldType.NAMES and (len(value) > self.most or len(set(value)) < len(value)):

@@ -66,12 +66,14 @@ REMEDY_LABELS = {
 class Case:
     """The properties of a rotation that its advice depends on.
 
-    `has_old_key`: the predecessor is neither revoked, compromised nor expired.
+    `has_old_key`: the predecessor is neither revoked, compromised nor expired. `has_endpoint`: the account has an
+    enabled webhook endpoint, so that messages reach the merchant.
     """
 
     delivery: Delivery
     kind: KeyKind
     has_old_key: bool
+    has_endpoint: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,11 @@ SHOWN_ONCE = RotationGroup("Shown once", _delivered_by(Delivery.SHOW_ONCE))
 SEALED = RotationGroup("Sealed", _delivered_by(Delivery.SEALED))
 OLD_KEY_GOOD = RotationGroup("Old key still good", lambda case: case.has_old_key)
 OLD_KEY_ENDED = RotationGroup("Old key ended", lambda case: not case.has_old_key)
+WITH_ENDPOINT = RotationGroup("With a webhook endpoint", lambda case: case.has_endpoint)
+WITHOUT_ENDPOINT = RotationGroup("Without a webhook endpoint", lambda case: not case.has_endpoint)
+
+_HELPS = {R.COLLECT: SHOWN_ONCE}
+"""Remedies that help only one group of rotations: a key that the merchant reads elsewhere need not be collected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +144,8 @@ _REPLACEMENT_LOCATION = (
     ),
     Only(
         SEALED,
-        "The replacement is sealed to the recipient's key. The API returns it as the rotation's handover, and the "
-        "message to the merchant's webhook endpoint holds it, too.",
+        "The replacement is sealed to the recipient's key. The API returns it as the rotation's handover, and a "
+        "message to the merchant's webhook endpoint, if there is one, holds it, too.",
     ),
     Only(PUBLIC, "The replacement has its own page, where it is shown as often as needed."),
 )
@@ -410,7 +417,16 @@ WAITS = (
         (
             Only(SHOWN_ONCE, _CHECK_COLLECTION),
             Only(SEALED, "Have the merchant open it with the private key that the recipient's key belongs to."),
-            "Ask the merchant to switch. They are reminded at 25, 50 and 75 percent of the time to the deadline.",
+            Only(
+                WITH_ENDPOINT,
+                "Ask the merchant to switch. A message to their webhook endpoint reminds them at 25, 50 and 75 percent "
+                "of the time to the deadline.",
+            ),
+            Only(
+                WITHOUT_ENDPOINT,
+                "Tell the merchant where the replacement is, and ask them to switch. No message reminds them: the "
+                "account has no enabled webhook endpoint.",
+            ),
             "Both keys verify. Extend the deadline before it passes, if they need longer.",
             "For a credential without traffic, an operator may confirm instead.",
         ),
@@ -546,8 +562,9 @@ def fit_advice(entry: RunbookEntry, case: Case) -> Advice:
     """Reduce the entry to what applies to such a rotation."""
     besides = (each.text for each in entry.besides if each.group.includes(case))
     steps = (_text_for(step, case) for step in entry.steps)
+    remedies = (each for each in entry.remedies if each not in _HELPS or _HELPS[each].includes(case))
     return Advice(
-        entry.title, " ".join((entry.happened, *besides)), tuple(step for step in steps if step), entry.remedies
+        entry.title, " ".join((entry.happened, *besides)), tuple(step for step in steps if step), tuple(remedies)
     )
 
 
@@ -589,9 +606,14 @@ def _lines(entry: RunbookEntry) -> Iterator[str]:
         yield from textwrap.wrap(f"{place}. {_named(step)}", _WIDTH, subsequent_indent="   ")
     yield ""
     if entry.remedies:
-        labels = ", ".join(REMEDY_LABELS[remedy] for remedy in entry.remedies)
+        labels = ", ".join(_labeled(remedy) for remedy in entry.remedies)
         yield from textwrap.wrap(f"In the console: {labels}.", _WIDTH)
         yield ""
+
+
+def _labeled(remedy: Remedy) -> str:
+    label = REMEDY_LABELS[remedy]
+    return f"{label} ({_HELPS[remedy].name.lower()})" if remedy in _HELPS else label
 
 
 def _named(text: str | Only) -> str:

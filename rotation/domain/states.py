@@ -386,11 +386,17 @@ def _missing_traffic(facts: Facts, now: datetime) -> Wait | None:
     if not is_enough or replacement.minutes < minutes:
         else_ = ", or an acknowledgement, or an operator's confirmation" if facts.is_dormant else ""
         return Wait(
-            f"traffic on the replacement: {replacement.count} of {plan.proof_count} authentications, "
-            f"{replacement.sources} of {plan.proof_sources} sources, {replacement.minutes} of {minutes} minutes{else_}"
+            f"traffic on the replacement: {_progress(replacement.count, plan.proof_count)} authentications, "
+            f"{_progress(replacement.sources, plan.proof_sources)} sources, "
+            f"{_progress(replacement.minutes, minutes)} minutes{else_}"
         )
     soaked_at = (replacement.first_used_at or now) + timedelta(seconds=plan.soak_seconds)
     return Wait("the replacement to be in use for its soak time", soaked_at) if now < soaked_at else None
+
+
+def _progress(seen: int, required: int) -> str:
+    """Return how much of a requirement is met. What exceeds it is not counted: `4 of 2` reads like an error."""
+    return f"{min(seen, required)} of {required}"
 
 
 def _when_overlapping(facts: Facts, now: datetime) -> Wait | Move:

@@ -26,7 +26,6 @@ from keyvault.admin.framework.actions import (
     Cleaned,
     CreateAction,
     RowAction,
-    Tone,
     from_query,
     run_service,
 )
@@ -148,8 +147,15 @@ def _explain_collection(request: IssuanceRequest) -> str:
     return "The next page shows the key once. The secret backend keeps its copy for the merchant."
 
 
-_IN_BANNER = ("approve", "reject", "collect")
-"""Actions that the banner offers."""
+def _must_be_collected(request: IssuanceRequest) -> bool:
+    """Whether the merchant gets the key only once it is collected. Others read it in the secret backend or its page."""
+    return request.delivery in COLLECTED_DELIVERIES and request.kind == KeyKind.PRIVATE
+
+
+def _is_in_banner(action: RowAction, request: IssuanceRequest) -> bool:
+    """Whether the banner offers the action."""
+    return action.name in {"approve", "reject"} or (action.name == "collect" and _must_be_collected(request))
+
 
 _TONES = {S.PENDING: "wait", S.ISSUED: "good", S.COLLECTED: "good", S.BURNED: "bad"}
 """Tone of the banner by state."""
@@ -161,7 +167,7 @@ def _steps(row: IssuanceRequest) -> list[Step]:
     if state in {S.REJECTED, S.EXPIRED, S.WITHDRAWN}:
         return [Step("requested", "done", row.created_at), Step(state.value, "stopped", row.decided_at)]
     times = [("requested", row.created_at), ("approval", row.decided_at), ("issued", row.issued_at)]
-    if row.delivery in COLLECTED_DELIVERIES and row.kind == KeyKind.PRIVATE:
+    if _must_be_collected(row):
         times.append(("collected", row.collected_at))
     steps = [Step(label, "ahead" if at is None else "done", at) for label, at in times]
     waits = next((index for index, step in enumerate(steps) if step.place == "ahead"), None)
@@ -222,7 +228,6 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             is_available=lambda request: request.state == S.ISSUED and request.requested_via is None,
             for_requester=True,
             warn=lambda request: break_glass_warning(request.account),
-            tone=Tone.GOOD,
             step_up=True,
         ),
     )
@@ -283,21 +288,17 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         )
 
     def detail(self, request: HttpRequest, row: IssuanceRequest) -> Detail:
+        uncollected = "never" if row.state == S.BURNED else "not yet" if _must_be_collected(row) else "not required"
         outcome: list[tuple[str, Any]] = [
             ("Account", account_link(row.account)),
             ("Requested", moment(row.created_at)),
             ("Decided", moment(row.decided_at, missing="not yet")),
             ("Issued", moment(row.issued_at, missing="not yet")),
-            ("Collected", moment(row.collected_at, missing="never" if row.state == S.BURNED else "not yet")),
+            ("Collected", moment(row.collected_at, missing=uncollected)),
         ]
         if row.state == S.PENDING:
             outcome.append(("Expires if not approved", moment(row.expires_at)))
-        if (
-            row.state == S.ISSUED
-            and row.issued_at is not None
-            and row.delivery in COLLECTED_DELIVERIES
-            and row.kind == KeyKind.PRIVATE
-        ):
+        if row.state == S.ISSUED and row.issued_at is not None and _must_be_collected(row):
             outcome.append(("Discarded if not collected", moment(row.issued_at + COLLECT_WITHIN)))
         if row.credential is not None:
             url = reverse("admin:keyvault_credential_change", args=[row.credential_id])
@@ -306,7 +307,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             outcome.append(("Key", key_link(row.key)))
         offered, notes = self.offered_actions(request, row), list(self._notes(request, row))
         decisions = [
-            Link(action.label, self.url_of(row, action.name)) for action in offered if action.name in _IN_BANNER
+            Link(action.label, self.url_of(row, action.name)) for action in offered if _is_in_banner(action, row)
         ]
         progress, approvals = FactTable("Progress", outcome), approvals_table(row)
         return Detail(
@@ -332,10 +333,14 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
         elif row.state == S.ISSUED and row.requested_via is not None:
             yield "Issued. Only the requesting service can collect the key."
         elif row.state == S.ISSUED:
-            is_stored = row.delivery == Delivery.SECRET_BACKEND
-            where = " The merchant's services read the key in the secret backend." if is_stored else ""
+            where = (
+                "The page of a public key shows it at any time"
+                if row.kind == KeyKind.PUBLIC
+                else "The merchant's services read the key in the secret backend"
+            )
+            lead = "Issued." if _must_be_collected(row) else f"Issued. {where}: it need not be collected."
             who = "You requested the key, so only you" if mine else "Only the requester"
-            yield f"Issued.{where} {who} can collect it, once."
+            yield f"{lead} {who} can collect it, once."
         elif row.state == S.COLLECTED:
             yield "The key was collected. It cannot be shown again."
         elif row.state == S.BURNED:
@@ -367,7 +372,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             yield self.attention("Your key requests awaiting approval", mine, _PENDING)
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(requester_person=me, requested_via=None)
-            issued = mine.filter(state=S.ISSUED, delivery=Delivery.SHOW_ONCE)
+            issued = mine.filter(state=S.ISSUED, delivery=Delivery.SHOW_ONCE, kind=KeyKind.PRIVATE)
             yield self.attention("Keys to collect", issued, f"?state__exact={S.ISSUED}", "action", button="Collect")
         approved = rows.filter(state=S.APPROVED)
         yield self.attention("Approved keys being issued", approved, f"?state__exact={S.APPROVED}")

@@ -198,7 +198,8 @@ def _traffic(key: Key) -> dict[str, Any]:
 
     Beyond _MAX_CLIENTS the number of sources is a lower bound, and the rotation waits for another proof.
     """
-    use = KeyUse.objects.filter(key=key).first()
+    # The console reads it with the key.
+    use = getattr(key, "use", None) if Key.use.is_cached(key) else KeyUse.objects.filter(key=key).first()
     if use is None or use.first_minute is None:
         return {}
     traffic = ~Q(endpoint__in=WITHOUT_TRAFFIC) & ~Q(source="")

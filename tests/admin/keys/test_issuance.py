@@ -1,6 +1,7 @@
 """Issuance in the console: two persons, one digest, and a key shown once to one of them."""
 
 import logging
+import re
 from datetime import datetime
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_issuance_discarded_shows_it(desk: Desk) -> None:
 
 
 def test_issuance_of_a_key_in_the_secret_backend_says_who_reads_it(desk: Desk) -> None:
-    """The merchant's services read such a key there: the page asks no operator to collect it."""
+    """The merchant's services read such a key there: no operator has to collect it, and the banner offers no button."""
     row = request_key(desk.production, by=desk.tam)
     client = browser(desk.approver)
     url = address("keyvault_issuancerequest_approve", row.pk)
@@ -187,10 +188,15 @@ def test_issuance_of_a_key_in_the_secret_backend_says_who_reads_it(desk: Desk) -
     assert "Approved. The worker issues the key now." in text_of(answer)
     assert "collect" not in text_of(answer)
     issue_request(fresh(row))
-    where = "Issued. The merchant&#x27;s services read the key in the secret backend."
+    where = "Issued. The merchant&#x27;s services read the key in the secret backend: it need not be collected."
     for operator, who in ((desk.tam, "You requested the key, so only you"), (desk.approver, "Only the requester")):
         text = text_of(browser(operator).get(address("keyvault_issuancerequest_change", row.pk)))
         assert f"{where} {who} can collect it, once." in text
+        assert '<dt>Collected</dt><dd><span class="quiet">not required</span></dd>' in text
+        (banner,) = re.findall(r'<section class="banner.*?</section>', text, re.DOTALL)
+        assert "Collect key" not in banner
+    button = f'<a class="button" href="{address("keyvault_issuancerequest_collect", row.pk)}">Collect key'
+    assert button in text_of(browser(desk.tam).get(address("keyvault_issuancerequest_change", row.pk)))
 
 
 # ------------------------------------------------------------------------------------------------- collection

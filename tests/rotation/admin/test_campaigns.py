@@ -98,7 +98,7 @@ def test_campaign_requested_has_the_plan_and_pace_of_the_form(desk: Desk, clock:
         ("concurrency", "many", "Enter a whole number"),
         ("halt_at_failed_percent", "101", "less than or equal to 100"),
         ("older_than_days", "30", "No active private key matches."),
-        ("quiet_seconds", "0", "0 is out of range. Use 1 to 31622400 seconds in sandbox."),
+        ("quiet_seconds", "0", "0 seconds is out of range. Use 1 second to 366 days in sandbox."),
         ("reason", "", "This field is required"),
     ],
 )

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.db.models import QuerySet
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER, OperatorPrincipal
@@ -30,6 +31,7 @@ from rotation.services.rotations.requests import approve_rotation, bypass_rotati
 from tests.admin.desk import SHAPED, Desk, address, browser, hidden, set_up_desk, text_of
 from tests.factories import grant, issue, now
 from tests.rotation import scene
+from tests.services.rows import disable_triggers
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -371,6 +373,20 @@ def test_replacement_of_a_campaign_is_listed_for_others_who_may_collect_it(desk:
     assert listed(desk.approver) == listed(desk.auditor) == []
     assert SHAPED.search(text_of(send(get_rotation(row.pk), "collect", browser(desk.admin)))) is not None
     assert not any(count for _, count in [*listed(desk.tam), *listed(desk.admin)])
+
+
+def test_stored_replacement_is_not_offered_after_it_was_proved(desk: Desk) -> None:
+    """Guarantee: a completed rotation asks for nothing. Until then the banner does not offer to collect it."""
+    row, client = delivered(desk), browser(desk.tam)
+    button = f'<a class="button" href="{page(row, "collect")}">'
+    shown = text_of(client.get(page(row)))
+    (banner,) = re.findall(r'<section class="banner.*?</section>', shown, re.DOTALL)
+    assert button in shown
+    assert button not in banner
+    disable_triggers()
+    rows: QuerySet[Rotation] = QuerySet(Rotation)
+    rows.update(state=S.COMPLETED, used_at=now(), closed_at=now())
+    assert page(row, "collect") not in text_of(client.get(page(row)))
 
 
 def test_public_replacement_is_shown_on_its_own_page_and_not_collectable(desk: Desk) -> None:

@@ -134,6 +134,7 @@ def test_form_for_a_public_key_uses_confirmation_without_deadline(desk: Desk) ->
         ({"weekdays": ["1"], "opens": "09:00", "closes": "09:00"}, "closes", "a time other than opens"),
         ({"quiet_seconds": "300d", "deadline": f"{now() + timedelta(days=9):%Y-%m-%dT%H:%M}"}, "deadline", "past the"),
         ({"expires_in_days": "1"}, "expires_in_days", "before the deadline"),
+        ({"quarantine_seconds": "0m"}, "quarantine_seconds", "0 seconds is out of range. Use 1 second to 366 days"),
         ({"proof_count": "0"}, "proof_count", "0 is out of range. Use 1 to 1000000 authentications."),
         ({"proof": "confirmation"}, "proof", "public keys"),
     ],

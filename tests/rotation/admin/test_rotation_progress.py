@@ -2,14 +2,16 @@
 
 import html
 import re
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
 from keyvault.access.permissions import Permission as P
+from keyvault.domain.keys import KeyKind
 from keyvault.domain.sources import name_source
 from keyvault.models import Key
+from keyvault.models.recording import collect_subjects
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import suspend_key
 from keyvault.services.usage.recorder import UsageLog
@@ -19,12 +21,15 @@ from rotation.domain.plan_fields import PlanOverrides, Proof, Reinstatement
 from rotation.domain.silence import AwaitedSource, SourceFacts
 from rotation.models import Evidence, EvidenceKind, Rotation
 from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.facts import note_evidence
 from rotation.services.rotations.reports import Waits
 from rotation.services.rotations.requests import request_rotation
 from tests.admin.desk import Desk, address, browser, set_up_desk, text_of
 from tests.factories import grant, issue, now
 
 pytestmark = pytest.mark.django_db
+
+S = RotationState
 
 
 @pytest.fixture
@@ -213,8 +218,43 @@ def test_users_are_called_silent_only_where_the_rotation_judges_it(desk: Desk, s
         for sources in ((), (source,))
     )
     assert "192.0.2.7" in unjudged
-    assert "silent or waived" not in unjudged
-    assert "silent or waived" in judged
+    assert ">silent<" not in unjudged
+    assert ">silent<" in judged
+
+
+def test_users_have_a_status_that_is_true_in_every_stage(desk: Desk) -> None:
+    """Guarantee: after the silence the page says why a source no longer needs the old key, or that it used it since."""
+    row = rotated(desk)
+    note(row, "shop/1")
+    at, traffic = now(), read_rotation_traffic(row, row.predecessor, now())
+    source = SourceFacts(name_source("192.0.2.7", "shop/1"), used_at=at)
+
+    def status(sources: list[SourceFacts]) -> Any:
+        ((*_, shown),) = users_table(row, row.predecessor, traffic, Waits("its end", sources=sources)).rows
+        return re.findall(r"<span[^>]*>([^<]*)<", str(shown))[0]
+
+    before = at - timedelta(hours=1)
+    table: list[tuple[RotationState, datetime | None, datetime | None, list[SourceFacts], str, str]] = [
+        (S.AWAITING_PROOF, None, None, [], "not switched", "not switched"),
+        (S.OVERLAP, None, None, [source], "silent", "waived"),
+        (S.OVERLAP, None, None, [], "unknown", "unknown"),
+        (S.QUARANTINE, at, None, [], "silent", "waived"),
+        (S.QUARANTINE, before, None, [], "not switched", "waived"),
+        (S.QUARANTINE, None, before, [], "waived", "waived"),
+        (S.COMPLETED, at, None, [], "silent", "waived"),
+        (S.COMPLETED, None, None, [], "not switched", "waived"),
+        (S.ROLLED_BACK, at, None, [], "not switched", "not switched"),
+    ]
+    found = []
+    for _ in range(2):
+        for row.state, row.silent_at, row.waived_at, sources, *_expected in table:
+            found.append(status(sources))
+        with collect_subjects():
+            seen: dict[str, Any] = {"source": source.name, "key_id": row.predecessor_id, "by": "tam", "why": "moved"}
+            note_evidence(row, EvidenceKind.SOURCE_WAIVED, seen, at)
+    assert found == [each[-2] for each in table] + [each[-1] for each in table]
+    row.credential.kind = KeyKind.PUBLIC
+    assert status([]) == "unknown"
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_stall_is_two_clicks_from_its_remedy(title: str, clock: Clock, verifier:
     advice_text = remedy_of(text_of(client.get(page)))
     entry = next(entry for entry in STALLS if entry.title == title)
     assert entry.title.lower() in advice_text.lower()
-    case = Case(Delivery.SECRET_BACKEND, KeyKind.PRIVATE, has_old_key=True)
+    case = Case(Delivery.SECRET_BACKEND, KeyKind.PRIVATE, has_old_key=True, has_endpoint=False)
     advice = fit_advice(entry, case)
     assert all(step in advice_text for step in (advice.happened, *advice.steps))
     links = dict(re.findall(r'<a class="button" href="([^"]*)">([^<]*)</a>', advice_text))
@@ -230,14 +230,22 @@ def test_rotation_during_a_backend_outage_shows_the_last_error(clock: Clock, ver
 def test_rotation_waiting_for_the_merchant_names_the_place_of_the_replacement(
     delivery: Delivery, place: str, clock: Clock, verifier: UsageLog
 ) -> None:
-    """A merchant is not sent to a secret backend that it does not read."""
-    key, _ = scene.issue(scene.account(), clock(), delivery=delivery)
+    """A merchant is not sent to a secret backend that it does not read. Reminders need a webhook endpoint."""
+    is_shown, account = delivery is Delivery.SHOW_ONCE, scene.account()
+    key, _ = scene.issue(account, clock(), delivery=delivery)
+    if is_shown:
+        add_endpoint(authorize(scene.tam(), P.WEBHOOKS_WRITE, account, now=clock()), account, "https://acme.example/")
     rotation = advance(scene.rotate(key.credential, clock()), clock)
     assert rotation.state == S.AWAITING_PROOF
     advice_text = remedy_of(text_of(browser(scene.tam()).get(address("rotation_rotation_change", rotation.pk))))
     assert place in advice_text
-    assert ("secret backend" in advice_text) == (delivery is Delivery.SECRET_BACKEND)
-    assert ("Collected in the console" in advice_text) == (delivery is Delivery.SHOW_ONCE)
+    assert ("secret backend" in advice_text) == (not is_shown)
+    assert ("Collected in the console" in advice_text) == is_shown
+    assert ("reminds them at 25" in advice_text, "no enabled webhook endpoint" in advice_text) == (
+        is_shown,
+        not is_shown,
+    )
+    assert (REMEDY_LABELS[Remedy.COLLECT] in advice_text) == is_shown
 
 
 def test_runbook_names_existing_actions() -> None:

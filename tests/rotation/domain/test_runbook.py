@@ -115,7 +115,7 @@ def test_runbook_of_a_side_effect_applies_only_after_a_failure() -> None:
     assert entry.title == "A step that needs the secret backend fails"
 
 
-CASES = [Case(*case) for case in itertools.product(Delivery, KeyKind, [True, False])]
+CASES = [Case(*case) for case in itertools.product(Delivery, KeyKind, [True, False], [True, False])]
 
 
 def untrue_texts(case: Case) -> Iterator[str]:
@@ -126,6 +126,8 @@ def untrue_texts(case: Case) -> Iterator[str]:
     is_read_there = case.kind is KeyKind.PRIVATE and case.delivery is Delivery.SECRET_BACKEND
     if not is_read_there:
         yield from ("waits in the secret backend", "lies in the secret backend")
+    if not case.has_endpoint:
+        yield "reminds them at"
     if case.kind is KeyKind.PUBLIC:
         yield from ("shown once", "sealed to", "waits for silence", "reinstate")
     else:
@@ -176,14 +178,15 @@ _WITH_OLD_KEY = [entry for entry in (*STALLS, *WAITS) if entry.title in _NEEDS_T
 def test_runbook_of_an_unused_replacement_names_its_place(delivery: Delivery, phrase: str) -> None:
     entry = find_wait("traffic on the replacement: 0 of 5", is_failing=False)
     assert entry is not None
-    advice = fit_advice(entry, Case(delivery, KeyKind.PRIVATE, has_old_key=True))
+    advice = fit_advice(entry, Case(delivery, KeyKind.PRIVATE, has_old_key=True, has_endpoint=True))
     assert phrase in " ".join((advice.happened, *advice.steps))
+    assert (Remedy.COLLECT in advice.remedies) == (delivery is Delivery.SHOW_ONCE)
 
 
 def test_runbook_of_an_unconfirmed_public_key_names_its_place() -> None:
     entry = find_wait("an operator to confirm", is_failing=False)
     assert entry is not None
-    advice_text = fit_advice(entry, Case(Delivery.SECRET_BACKEND, KeyKind.PUBLIC, has_old_key=True))
+    advice_text = fit_advice(entry, Case(Delivery.SECRET_BACKEND, KeyKind.PUBLIC, has_old_key=True, has_endpoint=True))
     assert "own page, where it is shown as often" in advice_text.happened
 
 

@@ -118,11 +118,16 @@ def test_proof_that_is_missing_is_named(proof: Proof, is_dormant: bool) -> None:
     ("replacement", "acknowledged_at", "expected"),
     [
         (ACTIVE, None, "traffic on the replacement: 0 of 5 authentications, 0 of 2 sources, 0 of 1 minutes; and {}"),
+        (
+            replace(used(10**6, 4, SOAKED), minutes=0),
+            None,
+            "traffic on the replacement: 5 of 5 authentications, 2 of 2 sources, 0 of 1 minutes; and {}",
+        ),
         (used(5, 2, SOAKED + SECOND), None, "{}"),
         (ENOUGH, None, "{}"),
         (used(5, 2, SOAKED + SECOND), NOW, "the replacement to be in use for its soak time"),
     ],
-    ids=["nothing", "not soaked", "soaked", "acknowledged, not soaked"],
+    ids=["nothing", "more than required", "not soaked", "soaked", "acknowledged, not soaked"],
 )
 def test_proof_of_both_names_the_acknowledgement_until_it_is_given(
     replacement: KeyFacts, acknowledged_at: datetime | None, expected: str
