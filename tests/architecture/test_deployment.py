@@ -360,6 +360,7 @@ def test_compose_runs_each_process_without_privileges() -> None:
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["init"] is True, "a process that is starting would ignore SIGTERM as the first one"
         assert "ports" not in service
 
 
