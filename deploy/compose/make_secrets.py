@@ -36,6 +36,7 @@ _SIGNS_CERTIFICATES = x509.KeyUsage(
 def make_secrets(own: Path, servers: Path) -> None:
     if (own / DONE).exists():
         return
+    servers.chmod(0o755)
     postgres, redis, admin = (secrets.token_urlsafe(32) for _ in range(3))
     ca_key, ca = _certificate("Keyvault sample CA", [], None)
     _write(servers / "ca.pem", _pem(ca))

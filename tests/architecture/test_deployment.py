@@ -5,8 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from tests.architecture.deployment import (
     CONTAINER_SETTINGS,
     DEPLOY,
     ROOT,
+    SECRETS,
     USER_ID,
     Process,
     files,
@@ -239,12 +243,27 @@ def test_image_runs_without_root_and_without_a_shell() -> None:
     assert json.loads(check) == probe_command(TABLE["web"])
 
 
+def test_image_creates_private_folders_for_the_volumes() -> None:
+    """Guarantee: other users cannot list the volumes. COPY loses the mode of the folder that it names."""
+    (made,) = re.findall(r"mkdir -m 0700 (\S+)", CONTAINERFILE.read_text())
+    copied = [text.split()[-2:] for word, text in final_stage() if word == "COPY" and "--chown" in text]
+    places = {f"{target}/{Path(made).name}" for source, target in copied if source == str(Path(made).parent)}
+    assert places == {CONTAINER_SETTINGS["KEYVAULT_DATA_DIR"], SECRETS}
+
+
 def test_image_installs_the_lock_with_hashes_and_nothing_else() -> None:
     installs = [text for word, text in instructions() if word == "RUN" and "install " in text]
     (install,) = installs
     assert "--require-hashes" in install
     assert "--requirement requirements.txt" in install
     assert "apt-get" not in CONTAINERFILE.read_text()
+
+
+def test_image_reads_the_bytecode_that_its_build_wrote() -> None:
+    """Guarantee: no process compiles modules at its start, which takes as long as the start itself."""
+    written, read = re.findall(r"PYTHONPYCACHEPREFIX=(\S+)", CONTAINERFILE.read_text())
+    assert written == read
+    assert ("COPY", f"--from=build {Path(read).parent} {Path(read).parent}") in final_stage()
 
 
 def test_image_copies_only_what_the_ignore_file_lets_in() -> None:
@@ -285,6 +304,54 @@ def test_compose_services_refer_to_what_exists() -> None:
         assert "image" in service, name
 
 
+def test_compose_waits_for_every_service_that_stays() -> None:
+    """Guarantee: `up --wait` ends with 0. Compose 2 fails at a running service whose check is disabled."""
+    (compose,) = documents(COMPOSE)
+    ends = {name for service in compose["services"].values() for name in _completed(service)} | {"replay"}
+    for name, service in compose["services"].items():
+        assert (service.get("healthcheck") == {"disable": True}) is (name in ends), name
+
+
+def _completed(service: dict[str, Any]) -> list[str]:
+    needs = service.get("depends_on", {})
+    return [name for name, need in needs.items() if need["condition"] == "service_completed_successfully"]
+
+
+def test_compose_does_not_take_the_creation_of_the_database_for_its_server() -> None:
+    """At the first start the image of PostgreSQL runs a server that listens on the Unix socket only."""
+    (compose,) = documents(COMPOSE)
+    check = compose["services"]["postgres"]["healthcheck"]["test"]
+    assert _options(check)["--host"] == "127.0.0.1"
+
+
+def test_health_check_tells_a_ready_server_from_others() -> None:
+    def status_of(row: Process) -> int:
+        _, *arguments = probe_command(row)
+        return subprocess.run([sys.executable, *arguments], stderr=subprocess.DEVNULL, check=False).returncode
+
+    class Probes(BaseHTTPRequestHandler):
+        protocol_version, status = "HTTP/1.1", 200
+
+        def do_GET(self) -> None:
+            self.send_response(self.status if self.path == "/readyz" else 404)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Probes) as server:
+        threading.Thread(target=server.serve_forever).start()
+        web = replace(TABLE["web"], port=server.server_port)
+        beat = replace(TABLE["beat"], metrics=server.server_port)
+        try:
+            assert (status_of(web), status_of(beat)) == (0, 0)
+            Probes.status = 503
+            assert status_of(web) == 1
+        finally:
+            server.shutdown()
+    assert (status_of(web), status_of(beat)) == (1, 1)
+
+
 def test_compose_runs_each_process_without_privileges() -> None:
     (compose,) = documents(COMPOSE)
     for name in (*TABLE, "secrets", "vault-bootstrap"):
@@ -293,6 +360,7 @@ def test_compose_runs_each_process_without_privileges() -> None:
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["init"] is True, "a process that is starting would ignore SIGTERM as the first one"
         assert "ports" not in service
 
 
@@ -304,6 +372,7 @@ def test_compose_publishes_nginx_alone_and_on_this_machine_only() -> None:
 
 
 def test_nginx_of_compose_has_a_valid_configuration(tmp_path: Path) -> None:
+    """It starts without the containers, whose names are unknown here: it looks each one up when it needs it."""
     nginx = find_nginx()
     if nginx is None:
         pytest.skip("no nginx on this machine")
@@ -311,7 +380,6 @@ def test_nginx_of_compose_has_a_valid_configuration(tmp_path: Path) -> None:
     secrets.mkdir()
     subprocess.run([sys.executable, DEPLOY / "compose" / "make_secrets.py", tmp_path, secrets], check=True)
     text = (DEPLOY / "compose" / "nginx.conf").read_text()
-    text = re.sub(r"server (?:web|verifier|console):", "server 127.0.0.1:", text)
     text = text.replace("/run/secrets/servers", str(secrets)).replace("/dev/stdout", f"{tmp_path}/log")
     for place in ("pid /tmp", "_path /tmp"):
         assert place in text
@@ -325,13 +393,15 @@ def test_nginx_of_compose_has_a_valid_configuration(tmp_path: Path) -> None:
 def test_secrets_of_the_sample_are_made_once(tmp_path: Path) -> None:
     own, servers = tmp_path / "own", tmp_path / "servers"
     own.mkdir()
-    servers.mkdir()
+    servers.mkdir(mode=0o700)
     texts = []
     for _ in range(2):
         subprocess.run([sys.executable, DEPLOY / "compose" / "make_secrets.py", own, servers], check=True)
         texts.append({path.name: path.read_bytes() for path in (*own.iterdir(), *servers.iterdir())})
     assert texts[0] == texts[1]
     assert {path.stat().st_mode & 0o777 for path in own.iterdir()} == {0o400}
+    # The servers run as other users.
+    assert servers.stat().st_mode & 0o777 == 0o755
     assert {Path(path).name for name, path in CONTAINER_SETTINGS.items() if name.endswith("_FILE")} <= set(texts[0])
 
 

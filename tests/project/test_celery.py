@@ -44,6 +44,12 @@ def test_rabbitmq_that_does_not_reply_is_given_up(tmp_path: Path, scheme: str) -
     assert connect_seconds <= 5
 
 
+def test_redis_that_does_not_reply_is_given_up(tmp_path: Path) -> None:
+    """Guarantee: a worker stops on SIGTERM within seconds, also while Redis is frozen or its address is unused."""
+    options = describe_connection(tmp_path, "redis://127.0.0.1:1/0", "c.transport_options")
+    assert options == {"socket_connect_timeout": 5, "socket_timeout": 5}
+
+
 def test_entries_of_a_shared_broker_are_sent_for_each_environment(tmp_path: Path) -> None:
     """Guarantee: a worker of one environment takes no message about another one's work."""
     entries = "[[e['task'], e['options']['queue'], list(e['args'])] for e in app.conf.beat_schedule.values()]"
