@@ -5,7 +5,8 @@ message, and deletes the rows. A failed message is sent again with growing pause
 operator has marked as seen, each channel gets a reminder of them every KEYVAULT_ALARM_REPEAT_MINUTES.
 
 One worker at a time serves a channel. If it dies after sending, the message is sent again, with the same id.
-Messages have kinds, ids of subjects and times: neither secrets nor what the console shows about the alarm.
+Messages have kinds, ids of subjects and times. An e-mail also names each subject as the console's inbox does, and links
+the page of the alarm. Neither has a secret.
 """
 
 import logging
@@ -22,9 +23,11 @@ from django.core.mail import EmailMessage, get_connection
 from keyvault.backends import meters
 from keyvault.backends.outbound import OutboundError, post
 from keyvault.domain.canonical import JsonValue, canonical_bytes
+from keyvault.domain.free_text import clean_text
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import AlarmChannel, AlarmDelivery, Notice
 from keyvault.models.notifications import UNSEEN_NOTICE
+from keyvault.services.approvals.inbox import find_name, with_label
 from keyvault.services.usage.recorder import utc_now
 from keyvault.services.work import leases
 from keyvault.services.work.deletion import delete_batch
@@ -42,6 +45,8 @@ GIVE_UP_AFTER = timedelta(days=7)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(seconds=10), timedelta(minutes=10)
 _MAX_COUNTED = 1_000
+_MAX_NAME_LENGTH = 300
+_INBOX = "/admin/keyvault/notice/"
 
 _log = logging.getLogger(__name__)
 
@@ -136,13 +141,15 @@ def _deliver_email(message_id: str, notices: Sequence[Notice], count: int, *, is
     what = "alarm" if count == 1 else "alarms"
     number = f"{count} or more" if count >= _MAX_COUNTED else str(count)
     begin = f"{number} unacknowledged {what}" if is_reminder else f"{number} new {what}"
+    named = with_label(Notice.objects.filter(pk__in=[notice.pk for notice in notices]))
+    names = {notice.pk: find_name(notice) for notice in named}
     lines = [
         f"{begin} of Keyvault at {settings.ORIGIN}.",
         "",
-        *(_line(notice) for notice in notices),
+        *(line for notice in notices for line in _lines(notice, names.get(notice.pk, ""))),
         *([f"... and {number} in all."] if count > len(notices) else []),
         "",
-        f"Open the console, and mark each alarm as seen: {settings.CONSOLE_ORIGIN}/admin/",
+        f"Open the inbox, and mark each alarm as seen: {settings.CONSOLE_ORIGIN}{_INBOX}?what=unseen",
         f"Until then this message is repeated every {settings.ALARM_REPEAT_SECONDS // 60} minutes.",
     ]
     server = settings.SMTP_SERVER
@@ -176,11 +183,17 @@ def _deliver_email(message_id: str, notices: Sequence[Notice], count: int, *, is
         raise UndeliveredError(f"the mail server cannot be used: {type(error).__name__}") from error
 
 
-def _line(notice: Notice) -> str:
+def _lines(notice: Notice, name: str) -> tuple[str, str]:
+    """Return what the alarm is about, and the address of its page."""
     account = notice.account
     where = "" if account is None else f", {account.merchant_id} in {account.environment}"
-    subject = " ".join(notice.subject.split())  # a name may have a line break, which would look like another alarm
-    return f"- {notice.kind}: {subject}{where}, {format_timestamp(notice.created_at)}, {notice.notice_id}"
+    # A name may have a line break, which would look like another alarm.
+    subject, name = " ".join(notice.subject.split()), clean_text(" ".join(name.split()), _MAX_NAME_LENGTH)
+    about = f"{name} ({subject})" if name else subject
+    return (
+        f"- {notice.kind}: {about}{where}, {format_timestamp(notice.created_at)}",
+        f"  {settings.CONSOLE_ORIGIN}{_INBOX}{notice.notice_id}/",
+    )
 
 
 # --- webhook ---------------------------------------------------------------------------------------------------

@@ -180,23 +180,25 @@ def shred_due() -> None:
 def forget_due() -> None:
     """Roll usage up and delete expired rows, batch by batch, until none are left or the step's time is over.
 
-    A failure of one does not stop the other.
+    What fails is left to the next run and does not stop the others. Raises the first error at the end.
     """
     ends_at = time.monotonic() + _MAINTENANCE_SECONDS
-    while _forget_batch(datetime.now(UTC)) and time.monotonic() < ends_at:
-        pass
-
-
-def _forget_batch(now: datetime) -> bool:
-    """Forget one batch of each kind. Return whether there was one."""
-    if not _has_true_clock(now):
-        return False
-    rolled_up = 0
-    try:
-        rolled_up = _roll_up_usage(now)
-    finally:
-        deleted = retention.forget_expired_rows(now)
-    return rolled_up + deleted > 0
+    jobs = {"keyvault_usebucket (roll-up)": _roll_up_usage, **retention.list_deletions()}
+    errors: list[Exception] = []
+    while _has_true_clock(now := datetime.now(UTC)):
+        done = 0
+        for name, job in list(jobs.items()):
+            try:
+                done += job(now)
+            except Exception as error:  # noqa: BLE001  logged here, raised below
+                why = error.internal if isinstance(error, KeyvaultError) else ""
+                _log.exception("expired rows were not deleted", extra={"table": name, "why": why})
+                errors.append(error)
+                del jobs[name]
+        if not done or time.monotonic() >= ends_at:
+            break
+    if errors:
+        raise errors[0]
 
 
 def _roll_up_usage(now: datetime) -> int:

@@ -3,8 +3,7 @@
 Each deletion removes a bounded batch by an index, so that a backlog is worked off over several runs.
 """
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -13,7 +12,6 @@ from allauth.socialaccount.models import SocialAccount
 from django.db.models import Model
 
 from keyvault.access.limits import SESSION_IDLE_SECONDS, SESSION_SECONDS
-from keyvault.domain.errors import KeyvaultError
 from keyvault.models import (
     Account,
     AlarmDelivery,
@@ -70,8 +68,6 @@ from keyvault.services.usage import totals
 from keyvault.services.verification import refusals
 from keyvault.services.webhooks import deliveries
 from keyvault.services.work import leases
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,22 +206,6 @@ RULES = (
 )
 
 
-def forget_expired_rows(now: datetime, rules: Iterable[RetentionRule] = RULES) -> int:
-    """Delete a batch of the expired rows of each table. Return how many. A failed table does not stop the others.
-
-    Raises the first error at the end.
-    """
-    deleted = 0
-    errors: list[Exception] = []
-    for rule in rules:
-        if rule.forget is None:
-            continue
-        try:
-            deleted += rule.forget(now)
-        except Exception as error:  # noqa: BLE001  logged here, raised below
-            why = error.internal if isinstance(error, KeyvaultError) else ""
-            _log.exception("expired rows were not deleted", extra={"table": rule.table._meta.db_table, "why": why})
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return deleted
+def list_deletions() -> dict[str, Callable[[datetime], int]]:
+    """Return for each table what deletes a batch of its expired rows and returns how many."""
+    return {rule.table._meta.db_table: rule.forget for rule in RULES if rule.forget is not None}

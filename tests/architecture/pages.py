@@ -84,8 +84,8 @@ def figures_table() -> str:
     heads, rows = ["figure", "required"], [[title] for title in _SHOWN]
     for path in RECORDED:
         recorded = json.loads(path.read_text())
-        machine = recorded["verify"]["machine"]
-        heads.append(f"{recorded['verify']['at'][:10]}, commit {machine['commit']}, {machine['cpu']}, {machine['memory']}")
+        verify, machine = recorded["verify"], recorded["verify"]["machine"]
+        heads.append(f"{verify['at'][:10]}, commit {machine['commit']}, {machine['cpu']}, {machine['memory']}")
         cells = [line.strip("| ").split(" | ") for line in targets_table(recorded)[2:]]
         for row in rows:
             _, bound, _, measured, met, *_ = next(cell for cell in cells if cell[0].startswith(row[0]))

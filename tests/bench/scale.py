@@ -33,6 +33,10 @@ DUE = 1_000
 PROCESSES = 2
 REPEATS = 200
 
+FLOOR_MS = 2
+"""Processor time in full, in ms, below which a job is not compared. No job runs more often than once a second: it costs
+at most 0.2 % of a core, and times as short as that double by chance."""
+
 ROTATIONS_A_DAY = 100_000 / 30
 USES = {"keyvault_usebucket": 1_440}
 """Rows per day of a key that one source uses in each minute at one endpoint."""
@@ -73,8 +77,8 @@ class Scale:
             for turn in range(1, self._options.rounds + 1):
                 results["idle"].append([run_command(process, "idle 3") for process in processes.values()])
                 ratios = _ratios(results["idle"][-1])
-                worst = max(ratios, key=lambda name: ratios[name])
-                report(f"  periodic jobs, round {turn}: the worst ratio is {number(ratios[worst])}, of {worst}")
+                worst = max(ratios, key=lambda name: ratios[name], default="none")
+                report(f"  periodic jobs, round {turn}: the worst ratio is {number(_worst(ratios))}, of {worst}")
             results["pages"] = [run_command(process, "pages") for process in processes.values()]
             results["revoke"] = [run_command(process, f"revoke {REPEATS}") for process in processes.values()]
             results["repeat"] = [run_command(process, f"repeat {REPEATS}") for process in processes.values()]
@@ -167,9 +171,14 @@ def _workers(installation: Installation, log: Path) -> Iterator[None]:
 
 
 def _ratios(round_of: list[Mapping[str, list[float]]]) -> dict[str, float]:
-    """Return each job's cost at full size divided by its cost at a hundredth, in one round."""
+    """Return each job's cost at full size divided by its cost at a hundredth, in one round, from FLOOR_MS in full."""
     small, large = round_of
-    return {name: median(large[name]) / median(small[name]) for name in large}
+    return {name: median(large[name]) / median(small[name]) for name in large if median(large[name]) >= FLOOR_MS}
+
+
+def _worst(ratios: Mapping[str, float]) -> float:
+    """Return the largest ratio; 1 if every job is below FLOOR_MS, because then no growth matters."""
+    return max(ratios.values(), default=1.0)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
@@ -186,7 +195,8 @@ def describe(results: Mapping[str, Any]) -> str:
     return (
         f"{small} and {large} credentials, 3 % of them in open rotations, each with 3 changes, 3 audit entries and 10"
         f" usage rows; loaded in {loaded}. PostgreSQL with {' '.join(POSTGRES)}, without fsync, shares the cores with"
-        f" all programs. Costs are processor time of Python and of its database connection. Rates, and times from an"
+        f" all programs. Costs are processor time of Python and of its database connection. A job that takes less than"
+        f" {FLOOR_MS} ms in full has no ratio: it runs at most once a second. Rates, and times from an"
         f" event to its step, are wall clock time, which other programs on the machine distort. {PROCESSES} processes"
         f" completed {results['completed']} rotations, {number(results['completed_per_second'])} a second, in"
         f" {number(results['turns_per_second'])} turns a second. {PROCESSES} Celery workers completed"
@@ -199,8 +209,9 @@ def describe(results: Mapping[str, Any]) -> str:
 def job_rows(results: Mapping[str, Any]) -> Iterator[list[str]]:
     for name in results["idle"][0][1]:
         small, large = ([median(each[turn][name]) for each in results["idle"]] for turn in (0, 1))
-        ratio = spread([(_ratios(each)[name], True) for each in results["idle"]])
-        yield [name, number(median(small)), number(median(large)), str(ratio), _shown(results["due"].get(name))]
+        ratios = [(found[name], True) for found in map(_ratios, results["idle"]) if name in found]
+        ratio = str(spread(ratios)) if ratios else "-"
+        yield [name, number(median(small)), number(median(large)), ratio, _shown(results["due"].get(name))]
 
 
 def page_rows(results: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -236,7 +247,7 @@ MANY_ROWS = 1_000
 
 def figures_of(results: Mapping[str, Any]) -> dict[str, Spread]:
     driven = results["driven"]
-    worst = [(max(_ratios(each).values()), True) for each in results["idle"]]
+    worst = [(_worst(_ratios(each)), True) for each in results["idle"]]
     found = {JOBS: spread(worst), ROTATIONS: _single(results["completed_per_second"])}
     pages = results["pages"][1]
     found[PAGES] = _single(max(1e9 if page["ms"] is None else page["ms"] for page in pages))

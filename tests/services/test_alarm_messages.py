@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import SMTP, Envelope, Session
+from django.db import connection
 from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
 
 from keyvault.access.permissions import Permission as P
 from keyvault.backends import meters
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import AlarmDelivery, Notice, WorkLease
 from keyvault.project.configuration import SmtpServer
 from keyvault.services import alarm_messages
@@ -31,7 +35,7 @@ from keyvault.services.work import leases
 from keyvault.wire.webhooks import mint_secret, verify
 from tests.backends.receivers import LOOPBACK, Receiver, receiver
 from tests.clocks import Clock
-from tests.factories import grant, now
+from tests.factories import grant, issue, now
 from tests.services.conftest import Scene
 
 pytestmark = pytest.mark.django_db
@@ -112,10 +116,12 @@ def clock() -> Clock:
     return Clock(now() + timedelta(seconds=5))
 
 
-def raise_alarm(scene: Scene, subject: str = "rot_1", kind: NoticeKind = NoticeKind.ROTATION_STALLED) -> Notice:
+def raise_alarm(
+    scene: Scene, subject: str = "rot_1", kind: NoticeKind = NoticeKind.ROTATION_STALLED, **payload: str
+) -> Notice:
     allowed = grant(scene.admin, P.KEYS_REVOKE, scene.sandbox)
     with recorded(allowed, P.KEYS_REVOKE, "key.revoked", account=scene.sandbox):
-        return announce(allowed, kind, scene.sandbox, subject, True, why="a reason of the payload")
+        return announce(allowed, kind, scene.sandbox, subject, True, **{"why": "a reason of the payload", **payload})
 
 
 def messages(hook: Receiver) -> list[dict[str, Any]]:
@@ -141,14 +147,41 @@ def test_alarm_is_mailed_once_to_every_address(scene: Scene, mail: Sink, clock: 
     assert sent["Subject"] == "[Keyvault] 1 new alarm: rotation.stalled"
     text = sent.get_content()
     assert f"rotation.stalled: rot_1, acme in sandbox, {notice.created_at:%Y-%m-%dT%H:%M}" in text
-    assert "https://console.example/admin/" in text, "the console may have a host name of its own"
+    assert "https://console.example/admin/keyvault/notice/?what=unseen" in text, "the console may have its own host"
     assert "a reason of the payload" not in text
     assert not AlarmDelivery.objects.exists()
 
 
+def test_mail_names_each_alarm_as_the_inbox_does_and_links_its_page(
+    scene: Scene, mail: Sink, clock: Clock, settings: Any
+) -> None:
+    """By one query for all of them; a secret in a name is masked."""
+    settings.CONSOLE_ORIGIN = "https://console.example"
+    key, text = issue(scene.sandbox, label="checkout")
+    rows: tuple[tuple[NoticeKind, str, dict[str, str], str], ...] = (
+        (NoticeKind.ROTATION_STALLED, "rot_1", {"credential_id": key.credential_id}, "checkout (rot_1)"),
+        (NoticeKind.WEBHOOK_FAILED, "1", {"host": "hooks.acme.example"}, "hooks.acme.example (1)"),
+        (NoticeKind.CAMPAIGN_HALTED, "cmp_1", {"why": "3 of 5 stalled"}, "3 of 5 stalled (cmp_1)"),
+        (NoticeKind.BACKEND_UNATTRIBUTED, "crd_1", {"why": text.reveal()}, f"kv_prv_sbx_{key.key_id}*** (crd_1)"),
+        (NoticeKind.BACKEND_DENIED, "sandbox", {}, "sandbox"),
+    )
+    raised = [raise_alarm(scene, subject, kind, **payload) for kind, subject, payload, _ in rows]
+    with CaptureQueriesContext(connection) as made:
+        send_due(clock)
+    (sent,) = mail.mails
+    lines = sent.get_content().splitlines()
+    for notice, (kind, _, _, named) in zip(raised, rows, strict=True):
+        place = lines.index(f"- {kind}: {named}, acme in sandbox, {format_timestamp(notice.created_at)}")
+        url = reverse("admin:keyvault_notice_change", args=[notice.notice_id])
+        assert lines[place + 1] == f"  https://console.example{url}"
+    assert sum("keyvault_credential" in query["sql"] for query in made) == 1
+    assert text.reveal() not in sent.as_string()
+
+
 def test_mail_has_one_line_for_each_alarm_whatever_its_subject_has(scene: Scene, mail: Sink, clock: Clock) -> None:
     """Guarantee: a name cannot add a header or a line that looks like another alarm."""
-    raise_alarm(scene, "x\r\nBcc: evil@example.com\n- key.compromised")
+    forged = "x\r\nBcc: evil@example.com\n- key.compromised"
+    raise_alarm(scene, forged, NoticeKind.CAMPAIGN_HALTED, why=forged)
     send_due(clock)
     (sent,) = mail.mails
     assert sent["Bcc"] is None

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from django.db import OperationalError, connection, transaction
+from django.db import DatabaseError, OperationalError, connection, transaction
 from django.db.models import Model
 from django.test import override_settings
 
@@ -23,10 +23,11 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import IssuanceRequest, Key, Material, Notice, ProviderConnection, WorkLease
 from keyvault.models.idempotency import IdempotentRequest
-from keyvault.services import idempotency, maintenance, offboarding
+from keyvault.services import idempotency, maintenance, offboarding, retention
 from keyvault.services.issuance import collection, requests
 from keyvault.services.keys import lifecycle
 from keyvault.services.recording import clock_alarm, notifications
+from keyvault.services.retention import RetentionRule
 from keyvault.services.secrets import provider_connections, stored_copies
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.work import clock, deletion, leases, row_turns
@@ -280,6 +281,30 @@ def test_forgetting_continues_while_rows_are_left(monkeypatch: pytest.MonkeyPatc
     assert WorkLease.objects.count() == 2
     maintenance.forget_due()
     assert not WorkLease.objects.exists()
+
+
+@pytest.mark.parametrize("failing", ["the roll-up", "a table"])
+def test_forgetting_a_backlog_continues_beside_what_fails(
+    failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guarantee: what cannot be cleaned delays nothing else, is tried once in a run, and the task fails."""
+    runs: list[str] = []
+
+    def fail(at: datetime) -> int:
+        runs.append("failing")
+        raise DatabaseError("the row is damaged")
+
+    def forget(at: datetime) -> int:
+        runs.append("other")
+        return 3 - runs.count("other")
+
+    rules = [RetentionRule(Notice, "", forget=fail), RetentionRule(WorkLease, "", forget=forget)]
+    monkeypatch.setattr(retention, "RULES", rules[1:] if failing == "the roll-up" else rules)
+    monkeypatch.setattr(maintenance, "roll_up", fail if failing == "the roll-up" else lambda at: 0)
+    with pytest.raises(DatabaseError, match="damaged"):
+        maintenance.forget_due()
+    assert (runs.count("failing"), runs.count("other")) == (1, 3)
+    assert caplog.messages.count("expired rows were not deleted") == 1
 
 
 def test_maintenance_shreds_expired_secrets_and_deletes_old_responses(scene: Scene) -> None:

@@ -154,7 +154,8 @@ def _must_be_collected(request: IssuanceRequest) -> bool:
 
 def _is_in_banner(action: RowAction, request: IssuanceRequest) -> bool:
     """Whether the banner offers the action."""
-    return action.name in {"approve", "reject"} or (action.name == "collect" and _must_be_collected(request))
+    decisions = {"approve", "reject", "withdraw"} if request.state == S.PENDING else set()
+    return action.name in decisions or (action.name == "collect" and _must_be_collected(request))
 
 
 _TONES = {S.PENDING: "wait", S.ISSUED: "good", S.COLLECTED: "good", S.BURNED: "bad"}
@@ -321,6 +322,12 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             refresh_seconds=3 if row.state in {S.PENDING, S.APPROVED} else None,
             sections=[Columns([self.summary(row), progress]), approvals],
         )
+
+    def offered_actions(self, request: HttpRequest, row: Any) -> list[RowAction]:
+        """Return the actions. Another person rejects what the requester withdraws."""
+        offered = super().offered_actions(request, row)
+        is_own = any(action.name == "withdraw" for action in offered)
+        return [action for action in offered if not (is_own and action.name == "reject")]
 
     def _notes(self, request: HttpRequest, row: IssuanceRequest) -> Iterable[str]:
         mine = is_requester(request, row)

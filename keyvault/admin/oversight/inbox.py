@@ -6,11 +6,10 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import OuterRef, Q, QuerySet, Subquery
-from django.db.models.fields.json import KT
-from django.db.models.functions import Coalesce
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.urls import NoReverseMatch, reverse
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
 from keyvault.access.decision import Grant
@@ -46,9 +45,15 @@ from keyvault.admin.framework.widgets import (
 from keyvault.domain.ids import is_key_id
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import Account, Credential, Notice
-from keyvault.models.keys import KEY_TAIL
-from keyvault.services.approvals.inbox import list_notices, list_unseen, mark_all_seen, mark_seen
+from keyvault.models import Account, Notice
+from keyvault.services.approvals.inbox import (
+    find_name,
+    list_notices,
+    list_unseen,
+    mark_all_seen,
+    mark_seen,
+    with_label,
+)
 
 
 class AllSeenForm(ActionForm):
@@ -76,24 +81,6 @@ KIND_FILTER = state_filter(
     title="what happened",
     labels={kind.value: name_event(kind) for kind in NoticeKind},
 )
-
-
-_NAMED_BY = {
-    NoticeKind.WEBHOOK_FAILED: "host",
-    NoticeKind.SCHEDULE_STALLED: "scope",
-    NoticeKind.STANDING_APPROVAL_EXPIRING: "scope",
-    NoticeKind.STANDING_APPROVAL_EXPIRED: "scope",
-    NoticeKind.CAMPAIGN_HALTED: "why",
-    NoticeKind.BACKEND_UNATTRIBUTED: "why",
-}
-"""The field of the payload that tells a person what the notice is about, where the subject is an id."""
-
-
-def _with_label(notices: QuerySet[Notice]) -> QuerySet[Notice]:
-    """Add the label of the credential that the notice concerns, if there is one."""
-    concerned = Coalesce(KT("payload__credential_id"), KT("payload__scope"))
-    labels = Credential.objects.filter(pk=OuterRef("concerned")).values("label")
-    return notices.alias(concerned=concerned).annotate(credential_label=Subquery(labels))
 
 
 def _state(notice: Notice) -> str:
@@ -140,7 +127,7 @@ class NoticeAdmin(ConsoleModelAdmin):
         return self._in_scope(request, list_notices()).select_related("account__merchant", "seen_by")
 
     def _in_scope(self, request: HttpRequest, notices: QuerySet[Notice]) -> QuerySet[Notice]:
-        return _with_label(self.rows_in_scope(notices, operator_of(request).scope))
+        return with_label(self.rows_in_scope(notices, operator_of(request).scope))
 
     @admin.display(description="what happened")
     def what(self, notice: Notice) -> str:
@@ -237,19 +224,43 @@ def _subject_url(notice: Notice) -> str:
 
 def _about(notice: Notice) -> str:
     """Return what a person knows the subject by; its id or number if there is nothing else."""
-    known = getattr(notice, "credential_label", None) or notice.payload.get(_NAMED_BY.get(notice.kind, ""))
-    if known:
-        return f"{known}, key …{notice.subject[-KEY_TAIL:]}" if is_key_id(notice.subject) else str(known)
+    if known := find_name(notice):
+        return known
     noun_text = find_noun(notice.kind)
     return str(notice.subject) if noun_text is None else f"{noun_text} {notice.subject}"
 
 
-def _plain(value: object) -> str:
+_MAX_LISTED = 50
+"""Maximum parts of a list that the page of a notice shows."""
+
+_MAX_PART_LENGTH = 120
+"""Maximum length of a text inside of a list or an object, in characters."""
+
+
+def _plain(value: object) -> SafeString | str:
+    """Render a value of the payload: objects as names with values, and a list of them with a line for each."""
+    if isinstance(value, dict):
+        named = ((name.replace("_", " "), _part(part)) for name, part in sorted(value.items()))
+        return format_html_join(", ", "{}: {}", named)
     if isinstance(value, list):
-        return ", ".join(map(str, value))
+        parts, more = value[:_MAX_LISTED], len(value) - _MAX_LISTED
+        rest = [f"and {more} more"] if more > 0 else []
+        if not any(isinstance(part, dict | list) for part in parts):
+            return ", ".join([*(_shorten(_plain(part)) for part in parts), *rest])
+        lines = format_html_join("", "<li>{}</li>", ((part,) for part in [*map(_part, parts), *rest]))
+        return format_html("<ul>{}</ul>", lines)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)
+
+
+def _part(value: object) -> SafeString | str:
+    """Render a part of a list or an object. A text is set apart, because it may look like the names around it."""
+    return mono(_shorten(value)) if isinstance(value, str) else _plain(value)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_PART_LENGTH else f"{text[:_MAX_PART_LENGTH]}…"
 
 
 def _deliveries(notice: Notice) -> Table:

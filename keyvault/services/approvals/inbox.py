@@ -3,20 +3,51 @@
 from collections.abc import Iterable
 from datetime import datetime
 
-from django.db.models import QuerySet
+from django.db.models import OuterRef, QuerySet, Subquery
+from django.db.models.fields.json import KT
+from django.db.models.functions import Coalesce
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
+from keyvault.domain.ids import is_key_id
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import Notice
+from keyvault.models import Credential, Notice
+from keyvault.models.keys import KEY_TAIL
 from keyvault.models.notifications import IS_UNSEEN, UNSEEN_NOTICE
 from keyvault.services.operators.operators import operator_row
 from keyvault.services.recording.transaction import recorded
 
 MAX_MARKED = 500
 """Maximum alarms that one action marks as seen."""
+
+
+_NAMED_BY = {
+    NoticeKind.WEBHOOK_FAILED: "host",
+    NoticeKind.SCHEDULE_STALLED: "scope",
+    NoticeKind.STANDING_APPROVAL_EXPIRING: "scope",
+    NoticeKind.STANDING_APPROVAL_EXPIRED: "scope",
+    NoticeKind.CAMPAIGN_HALTED: "why",
+    NoticeKind.BACKEND_UNATTRIBUTED: "why",
+}
+"""The field of the payload that tells a person what the notice is about, where the subject is an id."""
+
+
+def with_label(notices: QuerySet[Notice]) -> QuerySet[Notice]:
+    """Add the label of the credential that the notice concerns, if there is one, for `find_name`."""
+    concerned = Coalesce(KT("payload__credential_id"), KT("payload__scope"))
+    labels = Credential.objects.filter(pk=OuterRef("concerned")).values("label")
+    return notices.alias(concerned=concerned).annotate(credential_label=Subquery(labels))
+
+
+def find_name(notice: Notice) -> str:
+    """Return what a person knows the subject of a notice of `with_label` by, such as a label; "" if only by its id."""
+    known = getattr(notice, "credential_label", None) or notice.payload.get(_NAMED_BY.get(notice.kind, ""))
+    if not known:
+        return ""
+    return f"{known}, key …{notice.subject[-KEY_TAIL:]}" if is_key_id(notice.subject) else str(known)
 
 
 def list_notices() -> QuerySet[Notice]:

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any
+from typing import NamedTuple, TypeVar
 
-from django.db.models import Exists, OuterRef
+from django.db.models import Exists, OuterRef, QuerySet
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError, StateConflictError
@@ -30,6 +30,8 @@ from rotation.domain.policy import Plan, default_deadline_seconds, find_faults
 from rotation.domain.silence import find_fitting_deadline
 from rotation.services.rotations.facts import find_gap
 
+_Key = TypeVar("_Key", bound=Key)
+
 
 def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetime) -> Plan:
     """Plan a rotation of the credential's one usable key.
@@ -40,13 +42,13 @@ def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetim
     faults = list(find_value_faults(overrides, credential.environment, now))
     if faults:
         raise RequestInvalidError(_REFUSED, faults)
-    predecessor = find_predecessor(credential)
+    predecessor, is_used, has_endpoint = _find_predecessor_and_facts(credential)
     sources = find_sources(predecessor.key_id)
-    plan = _build_plan(credential, predecessor, sources, overrides, now, is_used=predecessor.is_used)
+    plan = _build_plan(credential, predecessor, sources, overrides, now, is_used=is_used)
     plan = replace(plan, late_sources=dict(_late_sources(plan, sources, credential.environment, now)) or None)
     kind = KeyKind(credential.kind)
     faults = list(find_faults(plan, credential.environment, kind, predecessor.expires_at, now))
-    faults += [*_endpoint_faults(plan, has_endpoint=predecessor.has_endpoint), *_waiver_faults(plan, sources)]
+    faults += [*_endpoint_faults(plan, has_endpoint=has_endpoint), *_waiver_faults(plan, sources)]
     if faults:
         raise RequestInvalidError(_REFUSED, faults)
     return plan
@@ -55,16 +57,30 @@ def plan_rotation(credential: Credential, overrides: PlanOverrides, now: datetim
 _REFUSED = "The plan cannot be met."
 
 
-def find_predecessor(credential: Credential) -> Any:
-    """Find the one active key. `is_used`: it has traffic; `has_endpoint`: its account has an enabled webhook endpoint.
+def find_predecessor(credential: Credential) -> Key:
+    """Find the one active key. Raises StateConflictError when there is none, or when there are two."""
+    key: Key = _only_active(credential.keys.all())
+    return key
 
-    Raises StateConflictError when there is none, or when there are two.
-    """
+
+class _Predecessor(NamedTuple):
+    """The key to replace. `is_used`: it has traffic. `has_endpoint`: its account has an enabled webhook endpoint."""
+
+    key: Key
+    is_used: bool
+    has_endpoint: bool
+
+
+def _find_predecessor_and_facts(credential: Credential) -> _Predecessor:
+    """Find the key of `find_predecessor` with what a plan depends on, in the same query."""
     enabled = WebhookEndpoint.objects.filter(account=OuterRef("credential__account"), disabled_at__isnull=True)
-    keys = credential.keys.select_related("credential__account").annotate(
-        is_used=Exists(KeyUse.objects.filter(HAS_TRAFFIC, key=OuterRef("pk"))), has_endpoint=Exists(enabled)
-    )
-    active = list(keys.filter(state=KeyState.ACTIVE))
+    used = KeyUse.objects.filter(HAS_TRAFFIC, key=OuterRef("pk"))
+    key = _only_active(credential.keys.annotate(is_used=Exists(used), has_endpoint=Exists(enabled)))
+    return _Predecessor(key, key.is_used, key.has_endpoint)
+
+
+def _only_active(keys: QuerySet[_Key]) -> _Key:
+    active = list(keys.select_related("credential__account").filter(state=KeyState.ACTIVE))
     if not active:
         raise StateConflictError("The credential has no usable key to replace; reissue it.")
     if len(active) > 1:

@@ -117,6 +117,18 @@ def test_issuance_is_withdrawn_only_by_its_requester(desk: Desk) -> None:
     assert fresh(row).state == S.WITHDRAWN
 
 
+def test_issuance_page_offers_the_requester_to_withdraw_and_another_person_to_decide(desk: Desk) -> None:
+    """Guarantee: the one action of the own request's banner is the one that needs nobody else."""
+    row = request_key(desk.production, by=desk.admin)
+    url = {name: address(f"keyvault_issuancerequest_{name}", row.pk) for name in ("change", "reject", "withdraw")}
+    for operator, offered, other in ((desk.admin, "withdraw", "reject"), (desk.approver, "reject", "withdraw")):
+        text = text_of(browser(operator).get(url["change"]))
+        assert url[offered] in text
+        assert url[other] not in text
+        (banner,) = re.findall(r'<section class="banner[^>]*>(.*?)</section>', text, re.DOTALL)
+        assert (url["withdraw"] in banner) == (operator == desk.admin)
+
+
 # ----------------------------------------------------------------------------------------- requests by services
 
 RECIPIENT = "CQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"

@@ -139,6 +139,23 @@ def test_notice_payload_is_escaped(desk: Desk) -> None:
     assert "one, two" in text
 
 
+def test_notice_payload_of_lists_and_objects_is_in_words(desk: Desk) -> None:
+    """Guarantee: a text of a client is set apart, escaped and cut, so that it cannot pass for other values."""
+    attempts = [
+        {"source": "203.0.113.7", "user_agent": "<b>, is known: yes", "is_known": False, "count": 2},
+        {"source": "x" * 200, "last_at": None},
+    ]
+    notice = create_notice(desk, attempts=[*attempts, *[{"source": "y"}] * 50], sealed={"nonce": "n", "sizes": [1, 2]})
+    text = text_of(browser(desk.auditor).get(address("keyvault_notice_change", notice.pk)))
+    first = (
+        "count: 2, is known: no, source: <code>203.0.113.7</code>, user agent: <code>&lt;b&gt;, is known: yes</code>"
+    )
+    assert f"<ul><li>{first}</li><li>last at: none, source: <code>{'x' * 120}…</code></li><li>" in text
+    assert text.count("<li>source: <code>y</code></li>") == 48
+    assert "<li>and 2 more</li></ul>" in text
+    assert "nonce: <code>n</code>, sizes: 1, 2" in text
+
+
 def test_alarm_marked_as_seen_shows_the_operator(desk: Desk) -> None:
     notice = create_notice(desk)
     client = browser(desk.approver)

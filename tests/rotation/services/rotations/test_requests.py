@@ -2,6 +2,7 @@
 
 import pytest
 from django.db import IntegrityError, connection, transaction
+from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal, Service
@@ -62,6 +63,13 @@ def test_rotation_in_production_awaits_a_second_person(clock: Clock) -> None:
     assert get_rotation(rotation.rotation_id).replacement is None
     approve(get_rotation(rotation.rotation_id), scene.approver(), clock)
     assert get_rotation(rotation.rotation_id).state == S.SCHEDULED
+
+
+def test_rotation_request_computes_what_its_plan_depends_on_once(clock: Clock) -> None:
+    """The key is read twice, its traffic and the account's endpoints only for the plan."""
+    with CaptureQueriesContext(connection) as made:
+        in_production(clock)
+    assert sum("EXISTS" in query["sql"] and "keyvault_webhookendpoint" in query["sql"] for query in made) == 1
 
 
 def test_rotation_approved_by_its_requester_is_refused(clock: Clock) -> None:
