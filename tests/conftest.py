@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
@@ -248,7 +249,10 @@ def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -
     """The test database, which every transactional test leaves as `migrate` made it.
 
     The reset replaces Django's flush itself: the order of fixtures depends on how a test requests its database.
+
+    The routes are of the environments at their import, which must not be in a test that overrides them.
     """
+    import_module(settings.ROOT_URLCONF)
     from django.db import connections
     from django.test import TransactionTestCase
 
