@@ -456,6 +456,7 @@ def test_maintenance_with_a_wrong_clock_alarms_once_for_two_workers(monkeypatch:
 STEPS = ["expire_due", "discard_due", "destroy_due", "shred_due"]
 
 
+@pytest.mark.usefixtures("scene")
 @pytest.mark.parametrize("broken", STEPS)
 def test_maintenance_step_that_fails_does_not_stop_the_others(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
