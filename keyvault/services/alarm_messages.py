@@ -5,8 +5,8 @@ message, and deletes the rows. A failed message is sent again with growing pause
 operator has marked as seen, each channel gets a reminder of them every KEYVAULT_ALARM_REPEAT_MINUTES.
 
 One worker at a time serves a channel. If it dies after sending, the message is sent again, with the same id.
-Messages have kinds, ids of subjects and times. An e-mail also names each subject as the console's inbox does, and links
-the page of the alarm. Neither has a secret.
+Messages have kinds, ids of subjects and times. An e-mail also links the page of each alarm and quotes what the console's
+inbox names the subject by, such as a label, with the secrets that redaction recognizes masked.
 """
 
 import logging
@@ -187,13 +187,21 @@ def _lines(notice: Notice, name: str) -> tuple[str, str]:
     """Return what the alarm is about, and the address of its page."""
     account = notice.account
     where = "" if account is None else f", {account.merchant_id} in {account.environment}"
-    # A name may have a line break, which would look like another alarm.
-    subject, name = " ".join(notice.subject.split()), clean_text(" ".join(name.split()), _MAX_NAME_LENGTH)
-    about = f"{name} ({subject})" if name else subject
+    quoted = f', named "{_quotable(name)}"' if name else ""
     return (
-        f"- {notice.kind}: {about}{where}, {format_timestamp(notice.created_at)}",
+        f"- {notice.kind}: {_one_line(notice.subject)}{where}, {format_timestamp(notice.created_at)}{quoted}",
         f"  {settings.CONSOLE_ORIGIN}{_INBOX}{notice.notice_id}/",
     )
+
+
+def _one_line(text: str) -> str:
+    """Return the text without line breaks: a line of its own would look like another alarm."""
+    return " ".join(text.split())
+
+
+def _quotable(name: str) -> str:
+    """Return a name that others chose, to be quoted: it can neither end the quotation nor have a URL with a scheme."""
+    return clean_text(_one_line(name), _MAX_NAME_LENGTH).replace('"', "'").replace("://", ": //")
 
 
 # --- webhook ---------------------------------------------------------------------------------------------------

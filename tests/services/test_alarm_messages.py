@@ -159,34 +159,42 @@ def test_mail_names_each_alarm_as_the_inbox_does_and_links_its_page(
     settings.CONSOLE_ORIGIN = "https://console.example"
     key, text = issue(scene.sandbox, label="checkout")
     rows: tuple[tuple[NoticeKind, str, dict[str, str], str], ...] = (
-        (NoticeKind.ROTATION_STALLED, "rot_1", {"credential_id": key.credential_id}, "checkout (rot_1)"),
-        (NoticeKind.WEBHOOK_FAILED, "1", {"host": "hooks.acme.example"}, "hooks.acme.example (1)"),
-        (NoticeKind.CAMPAIGN_HALTED, "cmp_1", {"why": "3 of 5 stalled"}, "3 of 5 stalled (cmp_1)"),
-        (NoticeKind.BACKEND_UNATTRIBUTED, "crd_1", {"why": text.reveal()}, f"kv_prv_sbx_{key.key_id}*** (crd_1)"),
-        (NoticeKind.BACKEND_DENIED, "sandbox", {}, "sandbox"),
+        (NoticeKind.ROTATION_STALLED, "rot_1", {"credential_id": key.credential_id}, "checkout"),
+        (NoticeKind.WEBHOOK_FAILED, "1", {"host": "hooks.acme.example"}, "hooks.acme.example"),
+        (NoticeKind.CAMPAIGN_HALTED, "cmp_1", {"why": "3 of 5 stalled"}, "3 of 5 stalled"),
+        (NoticeKind.BACKEND_UNATTRIBUTED, "crd_1", {"why": text.reveal()}, f"kv_prv_sbx_{key.key_id}***"),
+        (NoticeKind.BACKEND_DENIED, "sandbox", {}, ""),
     )
     raised = [raise_alarm(scene, subject, kind, **payload) for kind, subject, payload, _ in rows]
     with CaptureQueriesContext(connection) as made:
         send_due(clock)
     (sent,) = mail.mails
     lines = sent.get_content().splitlines()
-    for notice, (kind, _, _, named) in zip(raised, rows, strict=True):
-        place = lines.index(f"- {kind}: {named}, acme in sandbox, {format_timestamp(notice.created_at)}")
+    for notice, (kind, subject, _, name) in zip(raised, rows, strict=True):
+        quoted = f', named "{name}"' if name else ""
+        place = lines.index(f"- {kind}: {subject}, acme in sandbox, {format_timestamp(notice.created_at)}{quoted}")
         url = reverse("admin:keyvault_notice_change", args=[notice.notice_id])
         assert lines[place + 1] == f"  https://console.example{url}"
     assert sum("keyvault_credential" in query["sql"] for query in made) == 1
     assert text.reveal() not in sent.as_string()
 
 
-def test_mail_has_one_line_for_each_alarm_whatever_its_subject_has(scene: Scene, mail: Sink, clock: Clock) -> None:
-    """Guarantee: a name cannot add a header or a line that looks like another alarm."""
-    forged = "x\r\nBcc: evil@example.com\n- key.compromised"
-    raise_alarm(scene, forged, NoticeKind.CAMPAIGN_HALTED, why=forged)
+@pytest.mark.parametrize("end", ["\r\n", "\n", "\x0b", "\x85", "\u2028"], ids=ascii)
+def test_mail_has_one_line_for_each_alarm_whatever_its_names_have(
+    scene: Scene, mail: Sink, clock: Clock, end: str
+) -> None:
+    """Guarantee: a name adds no header, no line, no text after its quotation, and no link."""
+    forged = f'x{end}Bcc: evil@example.com{end}- key.compromised", see https://evil.example/'
+    notice = raise_alarm(scene, forged, NoticeKind.CAMPAIGN_HALTED, why=forged)
     send_due(clock)
     (sent,) = mail.mails
     assert sent["Bcc"] is None
-    assert [line for line in sent.get_content().splitlines() if line.startswith("- ")] != []
-    assert "\n- key.compromised" not in sent.get_content()
+    begin, own, link, *rest = [line for line in sent.get_content().splitlines() if line]
+    assert begin.startswith("1 new alarm of Keyvault")
+    at = f"{format_timestamp(notice.created_at)}, named "
+    assert own.partition(at)[2] == "\"x Bcc: evil@example.com - key.compromised', see https: //evil.example/\""
+    assert link.endswith(f"/{notice.notice_id}/")
+    assert [line.split()[0] for line in rest] == ["Open", "Until"]
 
 
 def test_alarms_are_posted_together_and_signed(scene: Scene, hook: Receiver, clock: Clock) -> None:
