@@ -250,7 +250,7 @@ def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -
 
     The reset replaces Django's flush itself: the order of fixtures depends on how a test requests its database.
 
-    The routes are of the environments at their import, which must not be in a test that overrides them.
+    The module of the routes reads the environments once. It is imported first, because a test may override them.
     """
     import_module(settings.ROOT_URLCONF)
     from django.db import connections

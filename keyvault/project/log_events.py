@@ -74,7 +74,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "irreversible acts are refused: the clock is wrong": "clock.differs",
         # Maintenance
         "a maintenance step failed": "task.failed",
-        "expired rows were not deleted": "retention.failed",
+        "rows were not rolled up or deleted": "retention.failed",
         "postponed": "work.postponed",
         "postponed: a row cannot be processed": "work.failed",
         "postponed: the secret backend is unavailable": "work.backend_unavailable",

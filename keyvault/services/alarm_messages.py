@@ -5,8 +5,8 @@ message, and deletes the rows. A failed message is sent again with growing pause
 operator has marked as seen, each channel gets a reminder of them every KEYVAULT_ALARM_REPEAT_MINUTES.
 
 One worker at a time serves a channel. If it dies after sending, the message is sent again, with the same id.
-Messages have kinds, ids of subjects and times. An e-mail also links the page of each alarm and quotes what the console's
-inbox names the subject by, such as a label, with the secrets that redaction recognizes masked.
+Messages have kinds, ids of subjects and times. An e-mail also links the page of each alarm and quotes the name that the
+console's inbox has for its subject, such as a label. The secrets that redaction recognizes are masked in it.
 """
 
 import logging

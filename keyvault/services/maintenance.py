@@ -192,7 +192,7 @@ def forget_due() -> None:
                 done += job(now)
             except Exception as error:  # noqa: BLE001  logged here, raised below
                 why = error.internal if isinstance(error, KeyvaultError) else ""
-                _log.exception("expired rows were not deleted", extra={"table": name, "why": why})
+                _log.exception("rows were not rolled up or deleted", extra={"table": name, "why": why})
                 errors.append(error)
                 del jobs[name]
         if not done or time.monotonic() >= ends_at:

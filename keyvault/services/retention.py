@@ -207,5 +207,5 @@ RULES = (
 
 
 def list_deletions() -> dict[str, Callable[[datetime], int]]:
-    """Return for each table what deletes a batch of its expired rows and returns how many."""
+    """Return, by table, the function that deletes one batch of expired rows and returns their number."""
     return {rule.table._meta.db_table: rule.forget for rule in RULES if rule.forget is not None}

@@ -154,7 +154,7 @@ def may_be_collected(rotation: Rotation) -> bool:
     """Whether the console offers to collect the replacement.
 
     A sealed key is fetched by the merchant. A public key is shown on its own page at any time. The merchant reads a
-    stored key in the secret backend: none is offered after the rotation that has proved its use.
+    stored key in the secret backend, so it is no longer offered when the rotation has proved its use and is closed.
     """
     key = rotation.replacement
     is_ended = rotation.current_state in CLOSED and rotation.used_at is not None

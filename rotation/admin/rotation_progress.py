@@ -174,8 +174,9 @@ def _delivery(row: Rotation) -> str:
     if row.delivered_at is None:
         return ""
     is_read = row.delivery is Delivery.SECRET_BACKEND and row.credential.kind == KeyKind.PRIVATE
-    way = row.credential.get_delivery_display().replace("_", " ")
-    return f"By {way}: the merchant reads it there" if is_read else f"By {way}"
+    if is_read:
+        return "In the secret backend, where the merchant reads it"
+    return f"By {row.credential.get_delivery_display().replace('_', ' ')}"
 
 
 def _silence(row: Rotation, awaited: Sequence[AwaitedSource]) -> str:

@@ -147,6 +147,11 @@ def _explain_collection(request: IssuanceRequest) -> str:
     return "The next page shows the key once. The secret backend keeps its copy for the merchant."
 
 
+def _may_be_collected(request: IssuanceRequest) -> bool:
+    """Whether the console offers to collect the key. The page of a public key shows it at any time."""
+    return request.state == S.ISSUED and request.requested_via is None and request.kind == KeyKind.PRIVATE
+
+
 def _must_be_collected(request: IssuanceRequest) -> bool:
     """Whether the merchant gets the key only once it is collected. Others read it in the secret backend or its page."""
     return request.delivery in COLLECTED_DELIVERIES and request.kind == KeyKind.PRIVATE
@@ -226,7 +231,7 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             P.ISSUANCE_COLLECT,
             _collect,
             _explain_collection,
-            is_available=lambda request: request.state == S.ISSUED and request.requested_via is None,
+            is_available=_may_be_collected,
             for_requester=True,
             warn=lambda request: break_glass_warning(request.account),
             step_up=True,
@@ -339,12 +344,10 @@ class IssuanceRequestAdmin(ConsoleModelAdmin):
             yield "Approved. The worker issues the key; this page updates by itself."
         elif row.state == S.ISSUED and row.requested_via is not None:
             yield "Issued. Only the requesting service can collect the key."
+        elif row.state == S.ISSUED and row.kind == KeyKind.PUBLIC:
+            yield "Issued. Its page shows a public key at any time: it need not be collected."
         elif row.state == S.ISSUED:
-            where = (
-                "The page of a public key shows it at any time"
-                if row.kind == KeyKind.PUBLIC
-                else "The merchant's services read the key in the secret backend"
-            )
+            where = "The merchant's services read the key in the secret backend"
             lead = "Issued." if _must_be_collected(row) else f"Issued. {where}: it need not be collected."
             who = "You requested the key, so only you" if mine else "Only the requester"
             yield f"{lead} {who} can collect it, once."

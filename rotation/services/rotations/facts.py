@@ -198,7 +198,7 @@ def _traffic(key: Key) -> dict[str, Any]:
 
     Beyond _MAX_CLIENTS the number of sources is a lower bound, and the rotation waits for another proof.
     """
-    # The console reads it with the key.
+    # The query of the console has joined the row; that of the engine has not, so it reads the newest count.
     use = getattr(key, "use", None) if Key.use.is_cached(key) else KeyUse.objects.filter(key=key).first()
     if use is None or use.first_minute is None:
         return {}

@@ -72,7 +72,7 @@ class _Predecessor(NamedTuple):
 
 
 def _find_predecessor_and_facts(credential: Credential) -> _Predecessor:
-    """Find the key of `find_predecessor` with what a plan depends on, in the same query."""
+    """Find the key of `find_predecessor`, and the facts that a plan depends on, in one query."""
     enabled = WebhookEndpoint.objects.filter(account=OuterRef("credential__account"), disabled_at__isnull=True)
     used = KeyUse.objects.filter(HAS_TRAFFIC, key=OuterRef("pk"))
     key = _only_active(credential.keys.annotate(is_used=Exists(used), has_endpoint=Exists(enabled)))

@@ -118,7 +118,7 @@ def test_issuance_is_withdrawn_only_by_its_requester(desk: Desk) -> None:
 
 
 def test_issuance_page_offers_the_requester_to_withdraw_and_another_person_to_decide(desk: Desk) -> None:
-    """Guarantee: the one action of the own request's banner is the one that needs nobody else."""
+    """Guarantee: the requester's banner offers Withdraw, and another operator's offers Reject."""
     row = request_key(desk.production, by=desk.admin)
     url = {name: address(f"keyvault_issuancerequest_{name}", row.pk) for name in ("change", "reject", "withdraw")}
     for operator, offered, other in ((desk.admin, "withdraw", "reject"), (desk.approver, "reject", "withdraw")):
@@ -209,6 +209,16 @@ def test_issuance_of_a_key_in_the_secret_backend_says_who_reads_it(desk: Desk) -
         assert "Collect key" not in banner
     button = f'<a class="button" href="{address("keyvault_issuancerequest_collect", row.pk)}">Collect key'
     assert button in text_of(browser(desk.tam).get(address("keyvault_issuancerequest_change", row.pk)))
+
+
+def test_issuance_of_a_public_key_leads_to_its_page_instead_of_a_collection(desk: Desk) -> None:
+    row = request_key(desk.sandbox, kind=KeyKind.PUBLIC, by=desk.tam)
+    issue_request(row)
+    row = fresh(row)
+    text = text_of(browser(desk.tam).get(address("keyvault_issuancerequest_change", row.pk)))
+    assert "Issued. Its page shows a public key at any time: it need not be collected." in text
+    assert address("keyvault_key_change", row.key_id) in text
+    assert address("keyvault_issuancerequest_collect", row.pk) not in text
 
 
 # ------------------------------------------------------------------------------------------------- collection
