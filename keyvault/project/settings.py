@@ -322,8 +322,9 @@ elif BROKER_URL.startswith(("redis://", "rediss://")):
     if BROKER_URL.startswith("rediss:"):
         # Kombu derives TLS from the name of its own transport. Parameters of the URL (`ssl_ca_certs`) override this.
         CELERY_BROKER_USE_SSL = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
-    # Seconds. Without them a worker waits minutes for the former address of a Redis that has moved, and forever for one
-    # that does not reply, and does not stop. It waits at most 1 s for a message at a time.
+    # Seconds. Without them a worker does not stop while it waits: minutes for the former address of a Redis that has
+    # moved, forever for one that does not reply. A wait for a message ends after 1 s. A timeout can lose or repeat a
+    # message, which does no harm: messages only wake work that the database lists.
     CELERY_BROKER_TRANSPORT_OPTIONS = {"socket_connect_timeout": 5, "socket_timeout": 5}
 elif BROKER_URL.startswith(("amqp://", "amqps://", "pyamqp://")):
     # Seconds. Without them a process waits forever for a broker that accepts its connection and then does not reply.

@@ -34,8 +34,8 @@ PROCESSES = 2
 REPEATS = 200
 
 FLOOR_MS = 2
-"""Processor time in full, in ms, below which a job is not compared. No job runs more often than once a second: it costs
-at most 0.2 % of a core, and times as short as that double by chance."""
+"""Processor time in full, in ms, below which a job is not compared, whatever it takes at a hundredth: times as short as
+that double by chance. Each job runs at most once a second in each environment, so it costs at most 0.4 % of a core."""
 
 ROTATIONS_A_DAY = 100_000 / 30
 USES = {"keyvault_usebucket": 1_440}
@@ -196,7 +196,7 @@ def describe(results: Mapping[str, Any]) -> str:
         f"{small} and {large} credentials, 3 % of them in open rotations, each with 3 changes, 3 audit entries and 10"
         f" usage rows; loaded in {loaded}. PostgreSQL with {' '.join(POSTGRES)}, without fsync, shares the cores with"
         f" all programs. Costs are processor time of Python and of its database connection. A job that takes less than"
-        f" {FLOOR_MS} ms in full has no ratio: it runs at most once a second. Rates, and times from an"
+        f" {FLOOR_MS} ms in full, at most once a second in each environment, has no ratio. Rates, and times from an"
         f" event to its step, are wall clock time, which other programs on the machine distort. {PROCESSES} processes"
         f" completed {results['completed']} rotations, {number(results['completed_per_second'])} a second, in"
         f" {number(results['turns_per_second'])} turns a second. {PROCESSES} Celery workers completed"

@@ -45,7 +45,7 @@ def test_rabbitmq_that_does_not_reply_is_given_up(tmp_path: Path, scheme: str) -
 
 
 def test_redis_that_does_not_reply_is_given_up(tmp_path: Path) -> None:
-    """Guarantee: a worker stops on SIGTERM within seconds, also while Redis is frozen or its address is unused."""
+    """Without these bounds a worker waits for a lost Redis for minutes; `test_stop.py` stops one that waits."""
     options = describe_connection(tmp_path, "redis://127.0.0.1:1/0", "c.transport_options")
     assert options == {"socket_connect_timeout": 5, "socket_timeout": 5}
 

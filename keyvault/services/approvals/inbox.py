@@ -43,7 +43,7 @@ def with_label(notices: QuerySet[Notice]) -> QuerySet[Notice]:
 
 
 def find_name(notice: Notice) -> str:
-    """Return the name of a notice's subject, such as a label; "" if it has an id only. The notice is of `with_label`."""
+    """Return the name of a notice's subject, such as a label; "" if it has an id only. Needs a row of `with_label`."""
     known = getattr(notice, "credential_label", None) or notice.payload.get(_NAMED_BY.get(notice.kind, ""))
     if not known:
         return ""
