@@ -192,7 +192,7 @@ def test_mail_has_one_line_for_each_alarm_whatever_its_names_have(
     begin, own, link, *rest = [line for line in sent.get_content().splitlines() if line]
     assert begin.startswith("1 new alarm of Keyvault")
     at = f"{format_timestamp(notice.created_at)}, named "
-    assert own.partition(at)[2] == "\"x Bcc: evil@example.com - key.compromised', see https: //evil.example/\""
+    assert own.partition(at)[2] == '"x Bcc: evil@example.com - key.compromised\', see https: //evil.example/"'
     assert link.endswith(f"/{notice.notice_id}/")
     assert [line.split()[0] for line in rest] == ["Open", "Until"]
 
