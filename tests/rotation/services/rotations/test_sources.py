@@ -171,10 +171,10 @@ def test_silence_of_a_monthly_client_ends_after_two_of_its_gaps(fleet: Fleet) ->
 
 def test_silence_of_a_monthly_client_that_never_moves_stalls_at_the_deadline(fleet: Fleet) -> None:
     """It is never refused: the deadline keeps both keys."""
-    fleet.live(91)
+    fleet.live(31)
     fleet.begin()
     fleet.switch_shop()
-    rotation = fleet.live(150)
+    rotation = fleet.live(100)
     assert fleet.refused == []
     assert rotation is not None
     assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
@@ -182,7 +182,7 @@ def test_silence_of_a_monthly_client_that_never_moves_stalls_at_the_deadline(fle
 
 def test_silence_of_a_monthly_client_that_moved_is_one_gap_and_the_quiet_period(fleet: Fleet) -> None:
     """Another host of that source may call once more with the old key, within its gap."""
-    fleet.live(91)
+    fleet.live(31)
     fleet.begin()
     fleet.switch_shop()
     fleet.job_key = fleet.new
@@ -330,7 +330,7 @@ def late_sources(rotation: Rotation) -> object:
 
 def test_plan_lists_the_sources_that_cannot_be_silent_by_the_deadline(fleet: Fleet) -> None:
     """The approver sees them before a key is made, with a deadline that would fit, under the digest."""
-    fleet.live(91)
+    fleet.live(31)
     now = fleet.clock()
     early = now + timedelta(days=20)
     plan = plan_rotation(fleet.credential, PlanOverrides(deadline=early), now)
@@ -346,7 +346,7 @@ def test_plan_lists_the_sources_that_cannot_be_silent_by_the_deadline(fleet: Fle
 
 
 def test_plan_with_the_fitting_deadline_completes(fleet: Fleet) -> None:
-    fleet.live(91)
+    fleet.live(31)
     now = fleet.clock()
     late = plan_rotation(fleet.credential, PlanOverrides(deadline=now + timedelta(days=20)), now).late_sources
     assert late is not None
@@ -358,7 +358,7 @@ def test_plan_with_the_fitting_deadline_completes(fleet: Fleet) -> None:
 
 
 def test_plan_with_the_default_deadline_fits_the_longest_gap(fleet: Fleet) -> None:
-    fleet.live(91)
+    fleet.live(31)
     assert late_sources(fleet.begin()) is None
 
 
@@ -378,7 +378,7 @@ def test_plan_lists_a_source_that_has_long_been_gone(fleet: Fleet) -> None:
 
 def test_plan_with_a_waived_source_awaits_the_others_only(fleet: Fleet) -> None:
     """The waiver is part of the digest, and evidence in the name of the operator who approved it."""
-    fleet.live(91)
+    fleet.live(31)
     now = fleet.clock()
     early = now + timedelta(days=20)
     plan = plan_rotation(fleet.credential, PlanOverrides(deadline=early, waived_sources=(JOB,)), now)
@@ -395,7 +395,7 @@ def test_plan_with_a_waived_source_awaits_the_others_only(fleet: Fleet) -> None:
 
 
 def test_plan_with_a_waived_source_has_an_earlier_default_deadline(fleet: Fleet) -> None:
-    fleet.live(91)
+    fleet.live(31)
     now = fleet.clock()
     awaiting = plan_rotation(fleet.credential, PlanOverrides(), now).deadline
     waiving = plan_rotation(fleet.credential, PlanOverrides(waived_sources=(JOB,)), now).deadline
@@ -430,7 +430,7 @@ def test_rotation_completes_although_a_verifier_is_lost_every_week(fleet: Fleet)
 
 def test_rotation_says_which_sources_it_waits_for_and_until_when(fleet: Fleet) -> None:
     """Also while it is stalled at its deadline."""
-    fleet.live(91)
+    fleet.live(31)
     fleet.begin()
     fleet.switch_shop()
     fleet.live(1)
@@ -448,7 +448,7 @@ def test_rotation_says_which_sources_it_waits_for_and_until_when(fleet: Fleet) -
     assert described["has_more_waiting_sources"] is False
     assert [each for each in awaited if each["source"] == JOB] == expected
     assert f"{JOB} until {last_at + timedelta(days=60):%Y-%m-%d}" in str(described["waiting_for"])
-    rotation = fleet.live(150)
+    rotation = fleet.live(100)
     assert rotation is not None
     assert rotation.state == S.STALLED
     awaited = describe(rotation, fleet.clock())["waiting_sources"]
@@ -458,7 +458,7 @@ def test_rotation_says_which_sources_it_waits_for_and_until_when(fleet: Fleet) -
 
 def test_source_that_is_waived_is_no_longer_waited_for(fleet: Fleet) -> None:
     """The waiver names the operator, in the audit log and in the evidence that the revocation cites."""
-    fleet.live(91)
+    fleet.live(31)
     fleet.begin()
     fleet.switch_shop()
     fleet.waive(JOB)
