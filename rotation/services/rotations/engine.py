@@ -150,6 +150,8 @@ def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetim
                 # This needs only the database, so the predecessor verifies again even while the backend is down.
                 lift_quarantine(grant, rotation, lease)
                 effects.write_back(grant, rotation)
+            elif step.to is S.STALLED:
+                effects.settle_delivery(grant, rotation)
             make_transition(grant, rotation, facts, step, lease)
             if step.to in CLOSED:
                 return _DoneTurn(Wait("nothing: the rotation is closed"), now)

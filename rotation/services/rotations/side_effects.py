@@ -12,6 +12,7 @@ and run again: the key id in the backend shows how far it came.
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -201,18 +202,30 @@ class Effects:
             return store_string(key, held.text, purpose=rotation.rotation_id, after=held.after, fence=self._fence)
         stored = find_stored(key.credential)
         if stored is not None and stored.labels.get("key_id") == key.key_id:
-            return stored.version
-        if key.backend_version is None:
+            version = stored.version
+        elif key.backend_version is None:
             return None
-        # A rollback wrote the predecessor over the delivered replacement, and then the predecessor ended.
-        older = key.backend_version
-        try:
-            text = recover_string(key, fence=self._fence)
-            version = store_string(key, text, purpose=rotation.rotation_id, fence=self._fence)
-        except BackendMissingError:
-            return older  # Collected and then destroyed: the merchant has it.
-        forget_string(key, fence=self._fence)
+        else:
+            # A rollback wrote the predecessor over the delivered replacement, and then the predecessor ended.
+            try:
+                text = recover_string(key, fence=self._fence)
+                version = store_string(key, text, purpose=rotation.rotation_id, fence=self._fence)
+            except BackendMissingError:
+                return key.backend_version  # Collected and then destroyed: the merchant has it.
+        self._forget_older(key, version)
         return version
+
+    def _forget_older(self, key: Key, version: int) -> None:
+        """Destroy the older copy of a key before its version number is overwritten. A retry may find it destroyed."""
+        if version != key.backend_version:
+            forget_string(key, fence=self._fence)
+
+    def settle_delivery(self, grant: Grant, rotation: Rotation) -> None:
+        """Record a copy whose writer died, before the rotation stalls. If the backend is down, a later step does."""
+        if rotation.state == S.PUBLISHING and has_unsettled_delivery(rotation):
+            with suppress(DependencyUnavailableError):
+                if (stored := find_stored(rotation.credential)) is not None:
+                    self._note_found(grant, rotation, stored)
 
     def _newest_text(self, key: Key) -> Plaintext | None:
         newest = find_stored(key.credential)
@@ -261,8 +274,7 @@ class Effects:
                 predecessor, text, purpose=rotation.rotation_id, after=version, again=True, fence=self._fence
             )
         if version != predecessor.backend_version:
-            # The older copy is destroyed before its version number is overwritten.
-            forget_string(predecessor, fence=self._fence)
+            self._forget_older(predecessor, version)
             self._note(grant, rotation, predecessor, version)
         return f"the predecessor is version {version}"
 
@@ -270,7 +282,8 @@ class Effects:
         """Record the version of a copy whose writer died or lost the reply, so that the copy is destroyed."""
         key_id, replacement = stored.labels.get("key_id"), rotation.replacement
         key = replacement if replacement is not None and replacement.key_id == key_id else get_key(key_id or "")
-        if key is not None and key.credential_id == rotation.credential_id and key.backend_version is None:
+        if key is not None and key.credential_id == rotation.credential_id and key.backend_version != stored.version:
+            self._forget_older(key, stored.version)
             self._note(grant, rotation, key, stored.version)
 
     def _note_written_back(self, grant: Grant, rotation: Rotation) -> None:

@@ -133,8 +133,10 @@ class World:
             counts=Counter(),
             history=[],
         )
-        # A live reporter's memory is empty in a scene: everything is flushed.
-        again.logs = [UsageLog(now=again.clock, reporter_id=log.reporter_id) for log in self.logs]
+        # A live reporter's memory is empty in a scene: everything is flushed. Its reports are numbered on.
+        again.logs = [
+            UsageLog(now=again.clock, reporter_id=log.reporter_id, _reports=log._reports) for log in self.logs
+        ]
         again._credential, again.account = self._credential, self.account
         again.backend.on_call = again.watcher.on_backend_call
         again.watcher.take_over(self.watcher)

@@ -444,6 +444,37 @@ def test_worker_overtaken_before_its_call_changes_nothing_in_the_backend(
     assert (rotation.state, newest_key(rotation)) == (S.COMPLETED, rotation.replacement_id)
 
 
+@pytest.mark.parametrize("then", ["nothing", "suspended", "revoked"])
+@pytest.mark.parametrize("killed", ["after put", "after destroy"])
+def test_replacement_written_again_by_a_killed_worker_has_one_copy(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, killed: str, then: str
+) -> None:
+    """Its row names the only copy that is readable, also when a person acts before the next turn; a dead key has none."""
+    rotation = back_in_quarantine(clock, verifier)
+    revoke(rotation.predecessor, clock, RevocationReason.KEY_COMPROMISE)
+    _, name = killed.split()
+    real = getattr(LocalKeystore, name)
+
+    def die(*args: object, **named: object) -> None:
+        real(*args, **named)
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalKeystore, name, die)
+        with pytest.raises(KilledError):
+            advance_rotation(rotation.rotation_id, clock)
+    assert rotation.replacement is not None
+    if then == "suspended":
+        lifecycle.suspend_key(*operator(P.KEYS_SUSPEND, rotation.replacement, clock))
+    elif then == "revoked":
+        revoke(rotation.replacement, clock)
+    rotation = advance(rotation, clock, 61)
+    run_maintenance()
+    is_dead = then == "revoked"
+    assert copy_of(rotation.replacement) == (DESTROYED if is_dead else HELD), rotation.state
+    assert versions_of(rotation.predecessor).count("live") == (0 if is_dead else 1)
+
+
 STEPS = ("suspend", "resume", "revoke", "maintenance", "maintenance", "lost", "failed", "refused", "died", "read")
 
 
