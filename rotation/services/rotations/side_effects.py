@@ -21,7 +21,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
-from keyvault.backends.base import BackendError, BackendMissingError, StoredSecret
+from keyvault.backends.base import BackendConflictError, BackendError, BackendMissingError, StoredSecret
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
@@ -170,7 +170,11 @@ class Effects:
             version = None
         except KeyvaultError as error:
             self._fail(entry, error.internal or error.detail, grant.at)
-            raise
+            if held is None or not isinstance(error, BackendConflictError):
+                raise
+            # A version was written since the key was staged, so no later turn can write this one.
+            self._stage(grant, rotation)
+            return
         if version is None and handover is None:
             self._fail(entry, "its string is lost; discarded and made again", grant.at)
             self._stage(grant, rotation)

@@ -174,9 +174,7 @@ def _quarantine(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> C
 
 def _revoke(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
     _require_living(rotation.replacement, rotation, grant.at)
-    seen = silence_seen(rotation.predecessor_id, facts, facts.plan.quarantine_seconds, facts.predecessor.tried_at)
-    seen["attempts"] = _cite_attempts(rotation)
-    note_evidence(rotation, EvidenceKind.UNTRIED if not seen["attempts"] else EvidenceKind.TRIED, seen, grant.at)
+    _note_attempts(grant, rotation, facts, rotation.predecessor_id, facts.predecessor.tried_at)
     require_true_clock()
     cited = list(rotation.evidence.order_by("created_at").values_list("evidence_id", flat=True))
     revoke_key(grant, rotation.predecessor, RevocationReason.SUPERSEDED, evidence=cited)
@@ -200,8 +198,7 @@ def _end_replacement(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
     if key is None or facts.replacement is None or facts.replacement.is_dead:
         return {}
     _require_living(rotation.predecessor, rotation, grant.at)
-    seen = silence_seen(key.key_id, facts, facts.plan.quarantine_seconds, facts.replacement.tried_at)
-    note_evidence(rotation, EvidenceKind.UNTRIED, seen, grant.at)
+    _note_attempts(grant, rotation, facts, key.key_id, facts.replacement.tried_at)
     require_true_clock()
     cited = list(rotation.evidence.order_by("created_at").values_list("evidence_id", flat=True))
     revoke_key(grant, key, RevocationReason.SUPERSEDED, evidence=cited)
@@ -258,6 +255,13 @@ def _describe_attempts(attempts: Iterable[UseAttempt]) -> list[JsonValue]:
         {"source": each.source, "last_at": format_timestamp(each.last_at), "is_known": each.is_known}
         for each in attempts
     ]
+
+
+def _note_attempts(grant: Grant, rotation: Rotation, facts: Facts, key_id: str, tried_at: datetime | None) -> None:
+    """Note who tried the key in its quarantine, or that nobody did, as evidence for its revocation."""
+    seen = silence_seen(key_id, facts, facts.plan.quarantine_seconds, tried_at)
+    seen["attempts"] = _cite_attempts(rotation)
+    note_evidence(rotation, EvidenceKind.TRIED if seen["attempts"] else EvidenceKind.UNTRIED, seen, grant.at)
 
 
 def _cite_attempts(rotation: Rotation) -> list[JsonValue]:

@@ -259,17 +259,19 @@ class Watcher:
     def _check_sources(self, rotation: Rotation) -> bool:
         """4: each network was seen on the replacement or, in production, silent for two of its gaps.
 
-        Return whether all have moved; then a lost verifier does not matter.
+        Return whether all have moved or are waived; then a lost verifier does not matter.
         """
         through = observe(LATEST, self.world.variant.environment).through
         waived = self._waived(rotation)
         used: dict[str, dict[str, list[datetime]]] = {rotation.predecessor_id: {}, rotation.replacement_id or "": {}}
         for use in self.world.uses:
-            is_seen = use.outcome is UseOutcome.ALLOWED and use.is_reported
-            if use.key_id in used and is_seen and network_of(use.source) not in waived:
+            if use.key_id in used and use.outcome is UseOutcome.ALLOWED and use.is_reported:
                 used[use.key_id].setdefault(network_of(use.source), []).append(use.at)
         old, new = used.values()
-        moved = {network: max(times) <= max(new.get(network, [EARLIEST])) for network, times in old.items()}
+        moved = {
+            network: network in waived or max(times) <= max(new.get(network, [EARLIEST]))
+            for network, times in old.items()
+        }
         for network in [network for network, has_moved in moved.items() if not has_moved]:
             minutes = sorted({at.replace(second=0, microsecond=0) for at in old[network]})
             gaps = [after - before for before, after in pairwise(minutes)]

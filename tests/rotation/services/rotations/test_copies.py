@@ -449,7 +449,7 @@ def test_worker_overtaken_before_its_call_changes_nothing_in_the_backend(
 def test_replacement_written_again_by_a_killed_worker_has_one_copy(
     clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, killed: str, then: str
 ) -> None:
-    """Its row names the only copy that is readable, also when a person acts before the next turn; a dead key has none."""
+    """Its row names the only readable copy, also when a person acts before the next turn. A dead key has none."""
     rotation = back_in_quarantine(clock, verifier)
     revoke(rotation.predecessor, clock, RevocationReason.KEY_COMPROMISE)
     _, name = killed.split()

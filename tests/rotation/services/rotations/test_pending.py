@@ -10,10 +10,11 @@ from keyvault.backends.base import Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyState
+from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Key, Verifier
 from keyvault.services.recording.authorization import authorize
-from keyvault.services.secrets.backend import secret_backend
-from keyvault.services.secrets.stored_copies import find_stored
+from keyvault.services.secrets.backend import MOUNT, secret_backend
+from keyvault.services.secrets.stored_copies import find_stored, newest_version
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.models import LedgerEntry, LedgerState, Rotation
@@ -73,6 +74,25 @@ def test_pending_copy_is_apart_from_what_the_merchant_reads_and_erased_at_delive
     stored = find_stored(staged.credential)
     assert stored is not None
     assert stored.labels["key_id"] == staged.replacement_id
+
+
+def test_pending_copy_whose_version_another_client_wrote_meanwhile_is_made_again(
+    staged: Rotation, clock: Clock
+) -> None:
+    """Check-and-set counts the deleted version, so the copy could never be stored."""
+    place = MOUNT[staged.credential.environment], staged.credential.backend_path
+    foreign = secret_backend().put(*place, Plaintext("x"), {}, expected_version=newest_version(staged.credential))
+    secret_backend().soft_delete(*place, foreign)
+    accept()
+    for _ in range(3):
+        rotation = advance(staged, clock, 30)
+    assert rotation.replacement_id != staged.replacement_id
+    assert rotation.delivered_at is not None
+    stored = find_stored(rotation.credential)
+    assert stored is not None
+    assert stored.labels["key_id"] == rotation.replacement_id
+    forget_due(clock())
+    assert pending_paths() == []
 
 
 def test_pending_copy_is_needed_only_while_a_verifier_is_awaited(clock: Clock, verifier: UsageLog) -> None:

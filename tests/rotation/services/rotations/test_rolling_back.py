@@ -114,7 +114,9 @@ def test_replacement_tried_in_its_quarantine_delays_the_end(clock: Clock, verifi
     assert rotation.replacement_id is not None
     scene.use(verifier, rotation.replacement_id, outcome=UseOutcome.REFUSED)
     assert wait(rotation, clock, verifier, 3).state == S.ROLLING_BACK
-    assert wait(rotation, clock, verifier, 6).state == S.ROLLED_BACK
+    rotation = wait(rotation, clock, verifier, 6)
+    assert rotation.state == S.ROLLED_BACK
+    assert rotation.evidence.get(kind="tried").seen["attempts"], "the evidence does not claim that nobody tried it"
 
 
 def test_abort_while_rolling_back_or_revoking_is_refused(clock: Clock, verifier: UsageLog) -> None:
