@@ -1,4 +1,4 @@
-# `make` lists the targets. The first use of a target creates .venv/ with the pinned packages.
+# `make` creates .venv/ with the pinned packages and lists the targets. The first use of another target creates it, too.
 
 VENV := .venv
 PYTHON :=
@@ -12,7 +12,7 @@ PURE = domain access wire rotation/domain
 .DEFAULT_GOAL := help
 .PHONY: help demo run check check-code check-pure test test-long test-clients test-wheel gateways test-next fuzz faults fleet upgrade-test simulate mutations bench audit sbom docs screenshots errors lock clean ready-to-run ready-to-test
 
-help: ## list the targets
+help: ready-to-run ## set up .venv/ and list the targets
 	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: ready-to-run ## show the lifecycle of a key, live, in a temporary data folder; under 3 minutes

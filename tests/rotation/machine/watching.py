@@ -380,6 +380,12 @@ class Watcher:
             hidden = key.material == Material.DELETED
             self.require(not hidden or key.state == K.SUSPENDED, f"8: the copy of a key that is {key.state} is hidden")
 
+        named = set(Key.objects.filter(credential_id=self.world.credential_id).values_list("key_id", "backend_version"))
+        for each in self.world.backend.versions_at.get((mount, path), ()):
+            is_named = (each.labels.get("key_id"), each.number) in named
+            is_gone = each.state is VersionState.DESTROYED
+            self.require(is_named or is_gone, f"8: no row names version {each.number}, which is {each.state}")
+
     def _check_restored(self) -> None:
         """A replacement that ended reinstates the suspended predecessor."""
         row = self.rotations[self.world.rotation_ids[-1]]
