@@ -172,7 +172,7 @@ class SlowPath:
             return []
         engine = self._engine
         tags = engine.request_tags(authorization, pieces)
-        if not pending.decided:
+        if not (pending.decided or pending.spent):
             with engine.lock:
                 engine.catch_up()
                 if engine.may_remember():
@@ -195,7 +195,7 @@ class SlowPath:
             if token is not None and token.record.service is not service:
                 token = None
             for number, request in enumerate(batch):
-                if number in decided:
+                if number in decided or number in pending.spent:
                     continue
                 record = read_for(pending, request.key) if pending.found else None
                 request_id = own_id if is_single else b"%b-%d" % (own_id, number)
