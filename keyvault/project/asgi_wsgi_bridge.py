@@ -181,15 +181,16 @@ class Bridge:
         """Raises QueueFullError, ClientGoneError."""
         raw_path, query = _target(scope)
         if len(raw_path) + len(query) > TARGET_BYTES:
-            return _refuse(ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
+            detail = "Path and query together are longer than 8 KiB."
+            return _refuse(ErrorCode.URI_TOO_LONG, detail, path=raw_path)
         headers = join_headers(scope["headers"])
         try:
             body, length = await self._body_deadline.bound(_read_body(headers, receive))
         except BodyUnreadableError:
             detail = "The body is incomplete, or its framing is invalid. Send it again."
-            return _refuse(ErrorCode.REQUEST_INVALID, detail, [Fault("", detail)])
+            return _refuse(ErrorCode.REQUEST_INVALID, detail, [Fault("", detail)], path=raw_path)
         except TimeoutError:
-            return _refuse_slow_body(self._capacity.body_seconds)
+            return _refuse_slow_body(self._capacity.body_seconds, raw_path)
         if raw_path == _VERIFY and not query and scope["method"] == "POST" and isinstance(body, io.BytesIO):
             known = self._verify_from_memory(headers, body)
             if known is not None:
@@ -244,7 +245,8 @@ class Bridge:
         try:
             return _call(self._wsgi, environ)
         except Exception:  # noqa: BLE001  any error is logged and never shown to the client
-            answer = _refuse(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.")
+            path = environ[RAW_PATH].encode("latin-1")
+            answer = _refuse(ErrorCode.INTERNAL_ERROR, "Something went wrong on our side.", path=path)
             _log.exception("unhandled", extra={"request_id": dict(answer.headers)[b"x-request-id"].decode()})
             return answer
 
@@ -351,19 +353,19 @@ async def _wait_for_disconnect(receive: AsgiReceive) -> None:
         pass
 
 
-def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> WsgiResponse:
-    """Refuse without Django and without examining the request."""
-    found = refusal(PROBLEM_TYPES[code].status, code, detail, faults)
+def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = (), *, path: bytes) -> WsgiResponse:
+    """Refuse without Django and without examining more of the request than its path."""
+    found = refusal(PROBLEM_TYPES[code].status, code, detail, faults, target=path)
     _log.info("refused", extra={"request_id": found.request_id, "status": found.status})
     return _encode(found)
 
 
-def _refuse_slow_body(seconds: float) -> WsgiResponse:
+def _refuse_slow_body(seconds: float, path: bytes) -> WsgiResponse:
     """Answer 408 and close the connection: the rest of the body may still come."""
     detail = (
         f"The body did not arrive within {seconds:g} s. Nothing was done. Send the request again, with the whole body."
     )
-    answer = _refuse(ErrorCode.REQUEST_TIMEOUT, detail)
+    answer = _refuse(ErrorCode.REQUEST_TIMEOUT, detail, path=path)
     answer.headers.append((b"connection", b"close"))
     return answer
 
@@ -371,7 +373,8 @@ def _refuse_slow_body(seconds: float) -> WsgiResponse:
 def _refuse_as_busy(scope: AsgiScope) -> WsgiResponse:
     """Answer 503: a page in the console, a problem document elsewhere."""
     busy = "The service has too many requests in progress. Nothing was done."
-    answer = _refuse(ErrorCode.DEPENDENCY_UNAVAILABLE, f"{busy} Wait for the time in Retry-After, then send it again.")
+    detail = f"{busy} Wait for the time in Retry-After, then send it again."
+    answer = _refuse(ErrorCode.DEPENDENCY_UNAVAILABLE, detail, path=_target(scope)[0])
     if not is_console_path(_path_info(scope)):
         return answer
     headers = {**dict(answer.headers), b"content-type": b"text/html; charset=utf-8"}

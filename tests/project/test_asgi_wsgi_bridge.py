@@ -408,6 +408,9 @@ def test_bridge_full_queue_answers_a_problem_with_retry_after() -> None:
             status, headers, body = await Client(bridge, b"/refused").answer()
             assert refused((status, list(headers.items()), body, 0)) == (503, "dependency_unavailable")
             assert headers[b"retry-after"] == b"1"
+            status, headers, _ = await Client(bridge, b"/v1/authorize/nginx").answer()
+            told = [headers.get(name) for name in (b"x-auth-status", b"x-auth-code", b"retry-after")]
+            assert (status, told) == (403, [b"503", b"dependency_unavailable", b"1"]), "nginx fails on a 503"
             assert (await Client(bridge, b"/admin/echo").answer())[0] == 200
             held.release()
             assert [(await each.answer())[2] for each in (runs, waits)] == [b"/runs", b"/waits"]

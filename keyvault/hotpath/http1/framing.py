@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from keyvault.domain.errors import ErrorCode, Fault
+from keyvault.hotpath.messages.pending_requests import dialect_of
+from keyvault.hotpath.messages.rendering import nginx_answer
 from keyvault.hotpath.messages.responses import HttpResponse
+from keyvault.wire.gateways import Dialect
 from keyvault.wire.headers import mint_request_id
 from keyvault.wire.problems import CONTENT_TYPE, problem
 
@@ -55,16 +58,21 @@ class RequestRefusedError(Exception):
         self.code = code
         self.detail = detail
 
-    def answer(self) -> HttpResponse:
+    def answer(self, target: bytes) -> HttpResponse:
+        """Return the response. `target`: of the refused request; empty when its request line was not read."""
         faults = [Fault("", self.detail)] if self.code is ErrorCode.REQUEST_INVALID else []
-        return refusal(self.status, self.code, self.detail, faults)
+        return refusal(self.status, self.code, self.detail, faults, target=target)
 
 
-def refusal(status: int, code: ErrorCode, detail: str, faults: Sequence[Fault] = ()) -> HttpResponse:
+def refusal(
+    status: int, code: ErrorCode, detail: str, faults: Sequence[Fault] = (), *, target: bytes = b""
+) -> HttpResponse:
+    """Return a problem document, with a status for nginx if the request was for its dialect's path."""
     request_id = mint_request_id(secrets.token_bytes)
     found = problem(code, detail, request_id, faults=faults)
     headers = (("Content-Type", CONTENT_TYPE), *found.headers.items())
-    return HttpResponse(status, json.dumps({**found.body, "status": status}).encode(), request_id, headers)
+    answer = HttpResponse(status, json.dumps({**found.body, "status": status}).encode(), request_id, headers)
+    return nginx_answer(answer, code) if dialect_of(target.decode("latin-1")) is Dialect.NGINX else answer
 
 
 def malformed(detail: str) -> RequestRefusedError:

@@ -588,7 +588,9 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, refused: RequestRefusedError) -> None:
         """Send the connection's own response, and discard what the client still sends."""
-        answer = refused.answer()
+        # In state LINE without a pending response, `_request` is the one before.
+        is_line_read = self._is_busy or self._state is not _State.LINE
+        answer = refused.answer(self._request[1] if is_line_read else b"")
         _log.info("refused", extra={"request_id": answer.request_id, "status": answer.status})
         self._request, self._is_last = (b"", b"", True), True
         self._answer(answer)

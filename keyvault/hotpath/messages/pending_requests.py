@@ -137,7 +137,11 @@ class PendingRequest:
 
 def find_dialect(pending: PendingRequest) -> Dialect | None:
     """Return the gateway dialect of the path; None for verify and its batch."""
-    path = pending.target.partition("?")[0]
+    return dialect_of(pending.target)
+
+
+def dialect_of(target: str) -> Dialect | None:
+    path = target.partition("?")[0]
     return Dialect.ENVOY if path.startswith(ENVOY) else GATEWAYS.get(path)
 
 

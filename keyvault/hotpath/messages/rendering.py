@@ -17,6 +17,7 @@ from keyvault.access.limits import Bucket, BucketStatus, Spend
 from keyvault.access.principals import KeyHolder
 from keyvault.domain.keys import KeyRecord
 from keyvault.hotpath.messages.responses import HttpResponse
+from keyvault.wire.gateways import AUTH_CODE, AUTH_STATUS, nginx_status
 from keyvault.wire.limits import limit_headers
 from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES, Problem, problem
 
@@ -63,6 +64,12 @@ def problem_answer(found: Problem, request_id: str, headers: Mapping[str, str] |
     """Render a problem document. `headers` are added to those of the problem itself."""
     sent = {"Content-Type": CONTENT_TYPE, **found.headers, **(headers or {})}
     return HttpResponse(found.status, encode(dict(found.body)), request_id, tuple(sent.items()))
+
+
+def nginx_answer(answer: HttpResponse, code: str) -> HttpResponse:
+    """Give a refusal a status that nginx auth_request passes on, and its actual status and code as headers."""
+    actual = ((AUTH_STATUS, str(answer.status)), (AUTH_CODE, code))
+    return HttpResponse(nginx_status(answer.status), answer.body, answer.request_id, (*answer.headers, *actual))
 
 
 def _limit(spend: Spend | None) -> dict[str, Any]:

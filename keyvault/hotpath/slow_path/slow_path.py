@@ -53,7 +53,7 @@ from keyvault.hotpath.messages.pending_requests import (
     read_forwarded_request,
     read_json_body,
 )
-from keyvault.hotpath.messages.rendering import decision, denial_problem, encode, problem_answer
+from keyvault.hotpath.messages.rendering import decision, denial_problem, encode, nginx_answer, problem_answer
 from keyvault.hotpath.messages.requests import (
     VerifyRequest,
     decode_batch,
@@ -65,15 +65,7 @@ from keyvault.hotpath.messages.requests import (
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.hotpath.slow_path.sources import CachedSources, read_for
 from keyvault.wire.entry_points import VerificationEntryPoint
-from keyvault.wire.gateways import (
-    AUTH_CODE,
-    AUTH_STATUS,
-    SERVICE_TOKEN,
-    Dialect,
-    Forwarded,
-    identity_headers,
-    nginx_status,
-)
+from keyvault.wire.gateways import SERVICE_TOKEN, Dialect, Forwarded, identity_headers
 from keyvault.wire.headers import API_KEY, REQUEST_ID, clean_client_request_id, is_repeated, read_bearer
 from keyvault.wire.limits import limit_headers
 from keyvault.wire.problems import Problem, problem
@@ -172,7 +164,7 @@ class SlowPath:
             return []
         engine = self._engine
         tags = engine.request_tags(authorization, pieces)
-        if not pending.decided:
+        if not (pending.decided or pending.spent):
             with engine.lock:
                 engine.catch_up()
                 if engine.may_remember():
@@ -195,7 +187,7 @@ class SlowPath:
             if token is not None and token.record.service is not service:
                 token = None
             for number, request in enumerate(batch):
-                if number in decided:
+                if number in decided or number in pending.spent:
                     continue
                 record = read_for(pending, request.key) if pending.found else None
                 request_id = own_id if is_single else b"%b-%d" % (own_id, number)
@@ -423,10 +415,7 @@ class SlowPath:
             entry_point = VerificationEntryPoint.VERIFY if dialect is None else VerificationEntryPoint(dialect)
             self._engine.ports.note_refusal(entry_point, str(found.body["code"]))
         if dialect is Dialect.NGINX:
-            nginx_headers = {AUTH_STATUS: str(found.status), AUTH_CODE: str(found.body["code"])}
-            answer = HttpResponse(
-                nginx_status(found.status), answer.body, request_id, (*answer.headers, *nginx_headers.items())
-            )
+            answer = nginx_answer(answer, str(found.body["code"]))
         _log.info(
             "refused",
             extra={

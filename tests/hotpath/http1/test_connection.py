@@ -141,6 +141,35 @@ def test_nothing_is_written_for_an_abandoned_request(wire: Wire, meanwhile: str)
     assert len(wire.written) == before == (meanwhile == "too long")
 
 
+@pytest.mark.parametrize("delivery", ["whole", "line by line"])
+def test_late_answer_to_nginx_is_a_403_with_the_actual_status(wire: Wire, delivery: str) -> None:
+    """Guarantee: nginx auth_request, which fails on a 503, learns the status and when to try again."""
+    sent = GET.replace(b"/%d", b"/v1/authorize/nginx")
+    for part in [sent] if delivery == "whole" else [sent[:9], sent[9:]]:
+        wire.connection.data_received(part)
+    wire.connection.check(wire.connection._since + BOUNDS.answer_seconds + 1)
+    assert nginx_refusal(wire) == (b"403", b"503", b"dependency_unavailable", b"1")
+
+
+def test_invalid_headers_to_nginx_are_a_403_and_an_invalid_request_line_after_them_a_400(wire: Wire) -> None:
+    """A request line that was not read is of no known path, whatever the request before it."""
+    wire.connection.data_received(b"GET /v1/authorize/nginx?a HTTP/1.1\r\n\r\n")
+    assert nginx_refusal(wire) == (b"403", b"400", b"request_invalid", None)
+    other = Wire(wire.loop)
+    other.connection.data_received(GET.replace(b"/%d", b"/v1/authorize/nginx"))
+    other.settle(0)
+    other.written.clear()
+    other.connection.data_received(b"invalid\r\n\r\n")
+    assert nginx_refusal(other) == (b"400", None, None, None)
+
+
+def nginx_refusal(wire: Wire) -> tuple[bytes | None, ...]:
+    """Return the status and the headers X-Auth-Status, X-Auth-Code and Retry-After."""
+    status, *lines = b"".join(wire.written).partition(b"\r\n\r\n")[0].split(b"\r\n")
+    headers = dict(line.split(b": ", 1) for line in lines)
+    return (status.split()[1], *map(headers.get, (b"x-auth-status", b"x-auth-code", b"retry-after")))
+
+
 # --- the end ------------------------------------------------------------------------------------------------
 
 
