@@ -62,10 +62,11 @@ def run(options: Options) -> Result:
         launcher = WorkerLauncher(options.folder, options.folder / "edges")
         try:
             with Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as traffic:
-                _kill_and_recover(options, result, service, launcher, Workload(merchants, options.seed))
+                workload = Workload(merchants, options.seed)
+                _kill_and_recover(options, result, service, launcher, workload)
         finally:
             launcher.close()
-    expected_verdicts.judge_traffic(result, traffic.answers)
+    expected_verdicts.judge_traffic(result, traffic.answers, returned_at=workload.returned_at)
     expected_verdicts.judge_end(result, merchants)
     expected_verdicts.judge_logs(result, launcher.log.parent, kills_workers=True)
     return result

@@ -1,12 +1,17 @@
-"""The expected verdict of every response, from the audit log: only it states when a key was unusable."""
+"""The expected verdict of every response, from the audit log: only it states when a key was unusable.
+
+On the same host a revoked key is refused in every request that begins after the revocation has returned. The time of
+its audit entry is earlier: it is taken before the transaction.
+"""
 
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from keyvault.access.principals import WORKER
@@ -35,7 +40,8 @@ _LOST = '"message": "a process no longer reports"'
 class KeyHistory:
     """The times at which a key became unusable, and until when it may not have been restored.
 
-    `revoked_by`: when it certainly was unusable, permanently. `revoked_by_hand_at`: when a person revoked it.
+    `revoked_by`: when the act that made it unusable had certainly returned, unless it was resumed later.
+    `revoked_by_hand_at`: the time of a person's revocation, before its transaction.
     """
 
     unusable_from: list[float] = field(default_factory=list)
@@ -74,9 +80,9 @@ class Verdicts:
     unanswered: tuple[Answer, ...]
 
 
-def judge(answers: Sequence[Answer]) -> Verdicts:
+def judge(answers: Sequence[Answer], returned_at: Mapping[str, float]) -> Verdicts:
     """Judge every response. Those without a verdict are listed separately: the experiment may allow them."""
-    histories = read_histories()
+    histories = read_histories(returned_at)
     by_hand, dry, wrong_no, wrong_yes, unanswered = 0, 0, [], [], []
     for each in answers:
         history = histories[each.key_id]
@@ -95,9 +101,17 @@ def judge(answers: Sequence[Answer]) -> Verdicts:
     return Verdicts(len(answers), by_hand, dry, tuple(wrong_no), tuple(wrong_yes), tuple(unanswered))
 
 
-def judge_traffic(result: Result, answers: Sequence[Answer], outages: Sequence[tuple[float, float]] = ()) -> None:
-    """Count every response. Only requests during an outage may get no verdict (503)."""
-    verdicts = judge(answers)
+def judge_traffic(
+    result: Result,
+    answers: Sequence[Answer],
+    outages: Sequence[tuple[float, float]] = (),
+    returned_at: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Count every response. Only requests during an outage may get no verdict (503).
+
+    `returned_at`: by key id, when the experiment's own revocation of the key returned.
+    """
+    verdicts = judge(answers, returned_at)
     result.counts |= {
         "requests": verdicts.requests,
         "refused after a person's change": verdicts.refused_by_hand,
@@ -126,15 +140,20 @@ def judge_end(result: Result, merchants: Sequence[Merchant]) -> None:
     result.must_be_none("broken audit", find_broken_audit())
 
 
-def read_histories() -> defaultdict[str, KeyHistory]:
+def read_histories(returned_at: Mapping[str, float]) -> defaultdict[str, KeyHistory]:
     """Return the times by key id. A key without an entry in the log was always usable."""
     histories: defaultdict[str, KeyHistory] = defaultdict(KeyHistory)
     turns = _turns_of_keys()
     for row, details in read_audit(event__in=[*_MAKES_UNUSABLE, _RESUMES]):
         at, key_id = row.at.timestamp(), details["key_id"]
         history = histories[key_id]
-        # An entry's time is taken before its transaction. The next step of its rotation begins after the commit.
-        committed_at = min([at + _COMMITTED_WITHIN_SECONDS, *(turn for turn in turns[key_id] if turn > at)])
+        committed_at = at + _COMMITTED_WITHIN_SECONDS
+        if row.actor != WORKER.actor:
+            # A worker's turn may begin between a person's entry and its commit, so it proves nothing about it.
+            committed_at = returned_at.get(key_id, committed_at)
+        elif at in turns[key_id]:
+            # The act is a step of a rotation, whose next step begins after this one has returned.
+            committed_at = min([committed_at, *(turn for turn in turns[key_id] if turn > at)])
         if row.event == _RESUMES:
             history.usable_from.append(committed_at)
             history.revoked_by = None
@@ -148,12 +167,12 @@ def read_histories() -> defaultdict[str, KeyHistory]:
 
 
 def _turns_of_keys() -> defaultdict[str, list[float]]:
-    """Return by key id the times of all entries about the rotations of the key."""
+    """Return by key id the times of the steps that workers made in the rotations of the key: one after the other."""
     keys: defaultdict[str, set[str | None]] = defaultdict(set)
     for rotation_id, *pair in Rotation.objects.values_list("rotation_id", "predecessor_id", "replacement_id"):
         keys[rotation_id].update(pair)
     turns: defaultdict[str, list[float]] = defaultdict(list)
-    for row, details in read_audit(event__startswith="rotation."):
+    for row, details in read_audit(event__startswith="rotation.", actor=WORKER.actor):
         for key_id in keys[details.get("rotation_id", "")] - {None}:
             turns[str(key_id)].append(row.at.timestamp())
     return turns

@@ -35,13 +35,17 @@ POLL_SECONDS = 0.2
 
 
 class Workload:
-    """Begins a rotation, proved by traffic and with the shortest periods, wherever none is open. Call `poll` often."""
+    """Begins a rotation, proved by traffic and with the shortest periods, wherever none is open. Call `poll` often.
+
+    `returned_at`: by key id, when the report of its compromise returned, in seconds since 1970.
+    """
 
     def __init__(self, merchants: Sequence[Merchant], seed: int) -> None:
         self.ordinary, self._leaked = list(merchants[:-LEAKED]), list(merchants[-LEAKED:])
         self._rng = random.Random(seed)  # noqa: S311  not for secrets
         self._is_running = True
         self._polled_at = 0.0
+        self.returned_at: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
 
     def poll(self) -> None:
@@ -102,7 +106,9 @@ class Workload:
             elif active and self._is_running and self._rng.random() < LEAK_SHARE:
                 responder = the_operator("responder", Role.INCIDENT_RESPONDER)
                 grant = authorize(responder, P.KEYS_REPORT_COMPROMISE, credential.account, now=now)
-                respond_to_compromise(grant, self._rng.choice(active), reason="an experiment", replace=True)
+                key = self._rng.choice(active)
+                respond_to_compromise(grant, key, reason="an experiment", replace=True)
+                self.returned_at[key.key_id] = time.time()
                 self._counts["keys compromised"] += 1
             elif active and rotation is None and self._is_running:
                 rotate(merchant)
