@@ -170,7 +170,7 @@ def _verify() -> Iterator[Any]:
     )
     several = documented(
         "keys_verify_batch",
-        summary="Verify up to 100 keys.",
+        summary="Verify up to 100 keys, in a body of at most 64 KiB.",
         description="Judges each request as `POST /v1/keys/verify` does, and returns the decisions in the same order. "
         "One malformed request rejects the batch.",
         permission=Permission.KEYS_VERIFY,

@@ -224,7 +224,7 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
         "Shorten the query. No endpoint needs as much.",
     ),
     Code.PAYLOAD_TOO_LARGE: ProblemType(
-        413, "Payload too large", "The body is larger than 64 KiB.", "Send a smaller body. No endpoint needs as much."
+        413, "Payload too large", "The body is larger than 64 KiB.", "Send a smaller body, or fewer items in a batch."
     ),
     Code.REQUEST_TIMEOUT: ProblemType(
         408,
