@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from django.conf import settings
@@ -112,10 +112,14 @@ class WorkerLauncher:
         return status
 
     def end_worker(self) -> int:
-        """Send the worker SIGTERM, as the supervisor does, and kill it if it does not end in time."""
-        os.kill(self._pid, signal.SIGTERM)
-        if not self.has_ended(STOP_SECONDS):
-            os.kill(self._pid, signal.SIGKILL)
+        """Send the worker SIGTERM, as the supervisor does, and kill it if it does not end in time.
+
+        It may have died at its crash point meanwhile, and its launcher has reaped it.
+        """
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGTERM)
+            if not self.has_ended(STOP_SECONDS):
+                os.kill(self._pid, signal.SIGKILL)
         return self.reap()
 
     def _read(self) -> int:
