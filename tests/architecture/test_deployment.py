@@ -41,6 +41,8 @@ from tests.servers.nginx import find_nginx
 BASE = DEPLOY / "kubernetes" / "base"
 OVERLAYS = sorted((DEPLOY / "kubernetes" / "overlays").iterdir())
 KUBERNETES_VERSION = "1.34"
+CONTROLLERS = {"nginx": "ingress-nginx", "nginx-internal": "ingress-nginx"}
+"""Namespace of the Ingress controller of each class."""
 CONTAINERFILE = DEPLOY / "container" / "Containerfile"
 SECONDS_TO_END = 15
 """Time in which a process ends after it stopped its own processes: 10 s were seen at a load of 20 on two cores."""
@@ -464,6 +466,24 @@ def test_kubernetes_policies_deny_by_default_and_open_the_way_out_to_those_that_
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_kubernetes_policies_admit_each_ingress_controller_to_its_own_backends(overlay: Path) -> None:
+    """Guarantee: a controller reaches what its Ingresses route to."""
+    admitted = {
+        (controller, f"keyvault-{row.name}", port["port"])
+        for policy in objects(BASE)
+        if policy["kind"] == "NetworkPolicy"
+        for row in TABLE.values()
+        if _selects(policy["spec"]["podSelector"], pod_of(row)["metadata"]["labels"])
+        for rule in policy["spec"].get("ingress", ())
+        for peer in rule["from"]
+        for port in rule["ports"]
+        for controller, namespace in CONTROLLERS.items()
+        if _selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": namespace})
+    }
+    assert admitted >= routes(overlay)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_kubernetes_overlay_refers_to_what_exists(overlay: Path) -> None:
     (kustomization,) = documents(overlay / "kustomization.yaml")
     for resource in kustomization["resources"]:
@@ -490,11 +510,15 @@ def test_kubernetes_overlay_refers_to_what_exists(overlay: Path) -> None:
     for path in (each for generator in kustomization["configMapGenerator"] for each in generator.get("files", ())):
         assert (overlay / path).exists()
     services = {each["metadata"]["name"] for each in objects(BASE) if each["kind"] == "Service"}
-    routed = {
-        path["backend"]["service"]["name"]
+    assert {service for _, service, _ in routes(overlay)} == services
+
+
+def routes(overlay: Path) -> set[tuple[str, str, str]]:
+    """Return the class of each Ingress with the service and the port of each of its backends."""
+    return {
+        (each["spec"]["ingressClassName"], service["name"], service["port"]["name"])
         for each in objects(overlay)
         if each["kind"] == "Ingress"
         for rule in each["spec"]["rules"]
-        for path in rule["http"]["paths"]
+        for service in (path["backend"]["service"] for path in rule["http"]["paths"])
     }
-    assert routed == services
