@@ -465,6 +465,14 @@ def test_kubernetes_policies_deny_by_default_and_open_the_way_out_to_those_that_
         assert _selects(outside, labels) is row.reaches_out
 
 
+@pytest.mark.parametrize("scheme", ["smtp", "smtps"])
+def test_kubernetes_policy_lets_alarms_out_to_the_port_of_a_mail_server(scheme: str) -> None:
+    (read,) = (setting.read for setting in SETTINGS if setting.name == "KEYVAULT_SMTP_URL")
+    port = read(f"{scheme}://mail.example.com").port
+    (rule,) = named("NetworkPolicy", "outside")["spec"]["egress"]
+    assert any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"])
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_kubernetes_policies_admit_each_ingress_controller_to_its_own_backends(overlay: Path) -> None:
     """Guarantee: a controller reaches what its Ingresses route to, and nothing else."""
