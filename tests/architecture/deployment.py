@@ -28,6 +28,9 @@ SECRET_FILES = {
 }
 """Secrets that all processes share, in containers, by the variable that names the file."""
 
+VAULT_TOKEN = "/run/secrets/vault-token"
+"""Folder of the service account's token in the sidecar."""
+
 CONTAINER_SETTINGS = {"KEYVAULT_DATA_DIR": "/var/lib/keyvault", **SECRET_FILES}
 PROBE_SECONDS = 10
 DRAIN_SECONDS = 5
@@ -362,7 +365,8 @@ def _pod(row: Process) -> dict[str, Any]:
 def sidecar(row: Process) -> str:
     """Return a patch that adds the verifier to the pods of a service, which reaches it at 127.0.0.1.
 
-    The probes run in the container, because the cluster cannot reach that address.
+    The probes run in the container, because the cluster cannot reach that address. The token for the Vault is mounted
+    in this container alone: the pod's other containers must not log in as Keyvault.
     """
     pod = _pod(replace(row, listen={"container": ["--host", "127.0.0.1", "--port", str(row.port)]}))
     (container,) = pod["containers"]
@@ -374,11 +378,15 @@ def sidecar(row: Process) -> str:
     }
     container["ports"] = [{"name": "verifier-metric", "containerPort": row.metrics}]
     del container["readinessProbe"]
+    container["env"].append({"name": "KEYVAULT_VAULT_JWT_FILE", "value": f"{VAULT_TOKEN}/token"})
+    container["volumeMounts"].append({"name": "vault-token", "mountPath": VAULT_TOKEN, "readOnly": True})
+    token = {"sources": [{"serviceAccountToken": {"path": "token"}}]}
     spec = {
         "serviceAccountName": pod["serviceAccountName"],
+        "automountServiceAccountToken": False,
         "securityContext": {"fsGroup": USER_ID},
         "initContainers": [container],
-        "volumes": pod["volumes"],
+        "volumes": [*pod["volumes"], {"name": "vault-token", "projected": token}],
     }
     container["securityContext"] |= {"runAsNonRoot": True, "runAsUser": USER_ID, "runAsGroup": USER_ID}
     patch = {

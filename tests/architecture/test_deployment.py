@@ -436,6 +436,21 @@ def test_kubernetes_pod_meets_the_restricted_standard(row: Process) -> None:
     assert pod["serviceAccountName"] in accounts
 
 
+def test_kubernetes_sidecar_alone_gets_the_token_for_the_vault() -> None:
+    """Guarantee: the container beside it cannot log in to the Vault as Keyvault.
+
+    The other pods mount the token by themselves, because their service accounts do not.
+    """
+    assert all(pod_of(row)["spec"]["automountServiceAccountToken"] is True for row in TABLE.values())
+    pod = your_service()["spec"]["template"]["spec"]
+    (verifier,) = pod["initContainers"]
+    token = Path({each["name"]: each.get("value", "") for each in verifier["env"]}["KEYVAULT_VAULT_JWT_FILE"])
+    (name,) = (each["name"] for each in verifier["volumeMounts"] if each["mountPath"] == str(token.parent))
+    (volume,) = (each for each in pod["volumes"] if each["name"] == name)
+    assert volume["projected"]["sources"] == [{"serviceAccountToken": {"path": token.name}}]
+    assert pod["automountServiceAccountToken"] is False
+
+
 def test_kubernetes_selectors_match_pods() -> None:
     pods = [pod_of(row)["metadata"]["labels"] for row in TABLE.values()]
     for each in objects(BASE):
