@@ -451,6 +451,16 @@ def test_kubernetes_sidecar_alone_gets_the_token_for_the_vault() -> None:
     assert pod["automountServiceAccountToken"] is False
 
 
+@pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe", "readinessProbe"])
+def test_kubernetes_sidecar_answers_the_same_probes_as_the_verifier(probe: str) -> None:
+    """Guarantee: an outage of a store restarts neither. It only takes them out of service."""
+    (verifier,) = pod_of(TABLE["verifier"])["spec"]["containers"]
+    (sidecar,) = your_service()["spec"]["template"]["spec"]["initContainers"]
+    path = verifier[probe]["httpGet"]["path"]
+    assert path == ("/readyz" if probe == "readinessProbe" else "/healthz")
+    assert f"b'GET {path} HTTP/1.1" in sidecar[probe]["exec"]["command"][-1]
+
+
 def test_kubernetes_selectors_match_pods() -> None:
     pods = [pod_of(row)["metadata"]["labels"] for row in TABLE.values()]
     for each in objects(BASE):
