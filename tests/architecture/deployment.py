@@ -28,6 +28,9 @@ SECRET_FILES = {
 }
 """Secrets that all processes share, in containers, by the variable that names the file."""
 
+VAULT_TOKEN = "/run/secrets/vault-token"
+"""Folder of the service account's token in the sidecar."""
+
 CONTAINER_SETTINGS = {"KEYVAULT_DATA_DIR": "/var/lib/keyvault", **SECRET_FILES}
 PROBE_SECONDS = 10
 DRAIN_SECONDS = 5
@@ -210,8 +213,8 @@ def _compose_dependencies(row: Process) -> dict[str, Any]:
     return {"migrate": {"condition": "service_completed_successfully"}}
 
 
-def probe_command(row: Process) -> list[str]:
-    """Return a command that exits with 0 if the process is ready: it needs neither a shell nor curl.
+def probe_command(row: Process, path: str = "/readyz") -> list[str]:
+    """Return a command that exits with 0 if the process answers the probe: it needs neither a shell nor curl.
 
     A worker or beat, which answers no probes, is ready when it listens for scrapes. The command runs every 10 s: an
     import of `urllib.request` would take ten times the processor time.
@@ -219,7 +222,7 @@ def probe_command(row: Process) -> list[str]:
     connect = f"socket.create_connection(('127.0.0.1', {row.port or row.metrics}), 4)"
     if not row.probes:
         return ["python", "-c", f"import socket; {connect}"]
-    request = r"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    request = rf"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     ask = f"server = {connect}; server.sendall(b'{request}'); sys.exit(server.recv(12) != b'HTTP/1.1 200')"
     return ["python", "-c", f"import socket, sys; {ask}"]
 
@@ -362,23 +365,30 @@ def _pod(row: Process) -> dict[str, Any]:
 def sidecar(row: Process) -> str:
     """Return a patch that adds the verifier to the pods of a service, which reaches it at 127.0.0.1.
 
-    The probes run in the container, because the cluster cannot reach that address.
+    The probes run in the container, because the cluster cannot reach that address. The token for the Vault is mounted
+    in this container alone: the pod's other containers must not log in as Keyvault.
     """
     pod = _pod(replace(row, listen={"container": ["--host", "127.0.0.1", "--port", str(row.port)]}))
     (container,) = pod["containers"]
-    probe = {"exec": {"command": probe_command(row)}, "timeoutSeconds": 5}
+    healthz, readyz = (
+        {"exec": {"command": probe_command(row, path)}, "timeoutSeconds": 5} for path in ("/healthz", "/readyz")
+    )
     container |= {
         "restartPolicy": "Always",
-        "startupProbe": {**probe, "periodSeconds": 5, "failureThreshold": START_SECONDS // 5},
-        "livenessProbe": {**probe, "periodSeconds": 30},
+        "startupProbe": {**healthz, "periodSeconds": 5, "failureThreshold": START_SECONDS // 5},
+        "livenessProbe": {**healthz, "periodSeconds": 30},
+        "readinessProbe": {**readyz, "periodSeconds": PROBE_SECONDS},
     }
     container["ports"] = [{"name": "verifier-metric", "containerPort": row.metrics}]
-    del container["readinessProbe"]
+    container["env"].append({"name": "KEYVAULT_VAULT_JWT_FILE", "value": f"{VAULT_TOKEN}/token"})
+    container["volumeMounts"].append({"name": "vault-token", "mountPath": VAULT_TOKEN, "readOnly": True})
+    token = {"sources": [{"serviceAccountToken": {"path": "token"}}]}
     spec = {
         "serviceAccountName": pod["serviceAccountName"],
+        "automountServiceAccountToken": False,
         "securityContext": {"fsGroup": USER_ID},
         "initContainers": [container],
-        "volumes": pod["volumes"],
+        "volumes": [*pod["volumes"], {"name": "vault-token", "projected": token}],
     }
     container["securityContext"] |= {"runAsNonRoot": True, "runAsUser": USER_ID, "runAsGroup": USER_ID}
     patch = {

@@ -41,6 +41,8 @@ from tests.servers.nginx import find_nginx
 BASE = DEPLOY / "kubernetes" / "base"
 OVERLAYS = sorted((DEPLOY / "kubernetes" / "overlays").iterdir())
 KUBERNETES_VERSION = "1.34"
+CONTROLLERS = {"nginx": "ingress-nginx", "nginx-internal": "ingress-nginx-internal"}
+"""Namespace of the Ingress controller of each class."""
 CONTAINERFILE = DEPLOY / "container" / "Containerfile"
 SECONDS_TO_END = 15
 """Time in which a process ends after it stopped its own processes: 10 s were seen at a load of 20 on two cores."""
@@ -434,6 +436,31 @@ def test_kubernetes_pod_meets_the_restricted_standard(row: Process) -> None:
     assert pod["serviceAccountName"] in accounts
 
 
+def test_kubernetes_sidecar_alone_gets_the_token_for_the_vault() -> None:
+    """Guarantee: the container beside it cannot log in to the Vault as Keyvault.
+
+    The other pods mount the token by themselves, because their service accounts do not.
+    """
+    assert all(pod_of(row)["spec"]["automountServiceAccountToken"] is True for row in TABLE.values())
+    pod = your_service()["spec"]["template"]["spec"]
+    (verifier,) = pod["initContainers"]
+    token = Path({each["name"]: each.get("value", "") for each in verifier["env"]}["KEYVAULT_VAULT_JWT_FILE"])
+    (name,) = (each["name"] for each in verifier["volumeMounts"] if each["mountPath"] == str(token.parent))
+    (volume,) = (each for each in pod["volumes"] if each["name"] == name)
+    assert volume["projected"]["sources"] == [{"serviceAccountToken": {"path": token.name}}]
+    assert pod["automountServiceAccountToken"] is False
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe", "readinessProbe"])
+def test_kubernetes_sidecar_answers_the_same_probes_as_the_verifier(probe: str) -> None:
+    """Guarantee: an outage of a store restarts neither. It only takes them out of service."""
+    (verifier,) = pod_of(TABLE["verifier"])["spec"]["containers"]
+    (sidecar,) = your_service()["spec"]["template"]["spec"]["initContainers"]
+    path = verifier[probe]["httpGet"]["path"]
+    assert path == ("/readyz" if probe == "readinessProbe" else "/healthz")
+    assert f"b'GET {path} HTTP/1.1" in sidecar[probe]["exec"]["command"][-1]
+
+
 def test_kubernetes_selectors_match_pods() -> None:
     pods = [pod_of(row)["metadata"]["labels"] for row in TABLE.values()]
     for each in objects(BASE):
@@ -463,6 +490,32 @@ def test_kubernetes_policies_deny_by_default_and_open_the_way_out_to_those_that_
         assert _selects(outside, labels) is row.reaches_out
 
 
+@pytest.mark.parametrize("scheme", ["smtp", "smtps"])
+def test_kubernetes_policy_lets_alarms_out_to_the_port_of_a_mail_server(scheme: str) -> None:
+    (read,) = (setting.read for setting in SETTINGS if setting.name == "KEYVAULT_SMTP_URL")
+    port = read(f"{scheme}://mail.example.com").port
+    (rule,) = named("NetworkPolicy", "outside")["spec"]["egress"]
+    assert any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_kubernetes_policies_admit_each_ingress_controller_to_its_own_backends(overlay: Path) -> None:
+    """Guarantee: a controller reaches what its Ingresses route to, and nothing else."""
+    admitted = {
+        (controller, f"keyvault-{row.name}", port["port"])
+        for policy in objects(BASE)
+        if policy["kind"] == "NetworkPolicy"
+        for row in TABLE.values()
+        if _selects(policy["spec"]["podSelector"], pod_of(row)["metadata"]["labels"])
+        for rule in policy["spec"].get("ingress", ())
+        for peer in rule["from"]
+        for port in rule["ports"]
+        for controller, namespace in CONTROLLERS.items()
+        if _selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": namespace})
+    }
+    assert admitted == routes(overlay)
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_kubernetes_overlay_refers_to_what_exists(overlay: Path) -> None:
     (kustomization,) = documents(overlay / "kustomization.yaml")
@@ -490,11 +543,15 @@ def test_kubernetes_overlay_refers_to_what_exists(overlay: Path) -> None:
     for path in (each for generator in kustomization["configMapGenerator"] for each in generator.get("files", ())):
         assert (overlay / path).exists()
     services = {each["metadata"]["name"] for each in objects(BASE) if each["kind"] == "Service"}
-    routed = {
-        path["backend"]["service"]["name"]
+    assert {service for _, service, _ in routes(overlay)} == services
+
+
+def routes(overlay: Path) -> set[tuple[str, str, str]]:
+    """Return the class of each Ingress with the service and the port of each of its backends."""
+    return {
+        (each["spec"]["ingressClassName"], service["name"], service["port"]["name"])
         for each in objects(overlay)
         if each["kind"] == "Ingress"
         for rule in each["spec"]["rules"]
-        for path in rule["http"]["paths"]
+        for service in (path["backend"]["service"] for path in rule["http"]["paths"])
     }
-    assert routed == services

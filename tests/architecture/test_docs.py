@@ -4,7 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+from django.apps import apps
 from django.core.management import get_commands, load_command_class
+from django.db.migrations.recorder import MigrationRecorder
+from django.db.models import Model
 
 from keyvault.project.configuration import SETTINGS
 from tests.architecture import reference
@@ -92,6 +95,16 @@ def test_docs_paths_exist() -> None:
         for path in re.findall(r"(?<!\[)`(\w+/[\w/]+\.(?:py|txt|html))`", text):
             places = (ROOT / "keyvault" / path, ROOT / "keyvault" / "templates" / path, ROOT / path, page.parent / path)
             assert any(place.exists() for place in places), f"{page.name} names {path}"
+
+
+def test_docs_statements_of_sql_name_existing_columns() -> None:
+    """Guarantee: what an operator deletes by hand exists. One page has each statement."""
+    models: list[type[Model]] = [*apps.get_models(), MigrationRecorder.Migration]
+    tables = {model._meta.db_table: model for model in models}
+    named = [each for page in PAGES for each in re.findall(r"`DELETE FROM (\w+) WHERE (\w+) = '", page.read_text())]
+    assert sorted(named) == [("django_migrations", "app"), ("keyvault_serviceprocess", "name")]
+    for table, column in named:
+        assert column in {field.column for field in tables[table]._meta.fields}
 
 
 def test_docs_names_of_code_exist() -> None:
