@@ -34,6 +34,9 @@ _BACKEND_SECONDS = 15
 _SIGNED_WITHIN = timedelta(hours=2)
 """Age of an audit checkpoint above which it is marked as late. Nothing is signed while nothing changes."""
 
+_PROCESSES = {"worker": "worker", "beat": "scheduler"}
+"""The console's name of each kind of process."""
+
 
 def describe_system(now: datetime) -> list[tuple[str, SafeString]]:
     """Return one line for each part of the installation, for the overview."""
@@ -76,17 +79,13 @@ def _describe_verifiers(verifiers: Sequence[Seen], now: datetime) -> tuple[str, 
 
 def _describe_processes(processes: Sequence[Seen], now: datetime) -> tuple[str, str]:
     kinds: Mapping[str, list[Seen]] = {
-        kind: [each for each in processes if each.name.startswith(f"{kind} ")] for kind in ("worker", "beat")
+        kind: [each for each in processes if each.name.startswith(f"{kind} ")] for kind in _PROCESSES
     }
-    missing = [
-        name
-        for kind, name in (("worker", "worker"), ("beat", "scheduler"))
-        if not any(each.is_current for each in kinds[kind])
-    ]
+    missing = [kind for kind, found in kinds.items() if not any(each.is_current for each in found)]
     if missing:
-        last = max((each.seen_at for each in processes), default=None)
+        last = max((each.seen_at for kind in missing for each in kinds[kind]), default=None)
         when = "" if last is None else f", last seen {duration(now - last)} ago"
-        return f"no {' and no '.join(missing)} runs{when}", "bad"
+        return f"no {' and no '.join(_PROCESSES[kind] for kind in missing)} runs{when}", "bad"
     lost = sum(not each.is_current for each in processes)
     return "running" if not lost else f"running, {lost} lost", "good" if not lost else "wait"
 
