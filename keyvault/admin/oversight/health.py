@@ -93,11 +93,16 @@ def _describe_processes(processes: Sequence[Seen], now: datetime) -> tuple[str, 
 def _describe_audit(health: SystemHealth, now: datetime) -> tuple[str, str]:
     if health.broken:
         return f"broken in {', '.join(sorted(health.broken))}; nothing is signed", "bad"
-    if health.unsigned_since is not None and now - health.unsigned_since > UNSIGNED_FOR:
-        return f"unsigned for {duration(now - health.unsigned_since)}", "bad"
+    if overdue := _find_overdue(health, now):
+        return f"unsigned for {duration(now - min(overdue.values()))}", "bad"
     if health.signed_at is None:
         return "not signed yet", "wait"
     return _describe_signed(now - health.signed_at), "good"
+
+
+def _find_overdue(health: SystemHealth, now: datetime) -> dict[str, datetime]:
+    """Return when the oldest unsigned entry was written, for each scope that is unsigned for too long."""
+    return {scope: since for scope, since in health.unsigned_since.items() if now - since > UNSIGNED_FOR}
 
 
 def _state(text: str, tone: str) -> SafeString:
@@ -187,7 +192,7 @@ def _audit_table(request: HttpRequest, health: SystemHealth, now: datetime) -> T
         "Audit chain",
         ["scope", "state", "newest checkpoint"],
         [
-            [scope, _signed_badge(at, now, is_broken=scope in health.broken), moment(at, missing="not signed yet")]
+            [scope, _signed_badge(health, scope, now), moment(at, missing="not signed yet")]
             for scope, at in sorted(health.signed.items())
         ],
         "This process serves no scope.",
@@ -195,9 +200,12 @@ def _audit_table(request: HttpRequest, health: SystemHealth, now: datetime) -> T
     )
 
 
-def _signed_badge(at: datetime | None, now: datetime, *, is_broken: bool) -> SafeString:
-    if is_broken:
+def _signed_badge(health: SystemHealth, scope: str, now: datetime) -> SafeString:
+    at = health.signed[scope]
+    if scope in health.broken:
         return badge("broken")
+    if scope in _find_overdue(health, now):
+        return badge("unsigned")
     if at is None:
         return badge("waiting")
     return badge("signed", "good" if now - at < _SIGNED_WITHIN else "dim")

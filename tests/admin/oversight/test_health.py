@@ -1,5 +1,6 @@
 """The page of verifiers and health."""
 
+import re
 from datetime import timedelta
 
 import pytest
@@ -47,7 +48,7 @@ def test_health_of_an_operator_of_one_merchant_has_only_webhooks(desk: Desk) -> 
 def test_health_does_not_wait_for_the_signature_of_an_environment_that_was_never_used() -> None:
     at = now()
     signed = {"production": at, "sandbox": None, "service": at + timedelta(minutes=1)}
-    assert SystemHealth([], [], signed, set(), None, set()).signed_at == at
+    assert SystemHealth([], [], signed, set(), {}, set()).signed_at == at
 
 
 def test_overview_and_health_alarm_about_the_audit_chain(desk: Desk) -> None:
@@ -59,9 +60,12 @@ def test_overview_and_health_alarm_about_the_audit_chain(desk: Desk) -> None:
 
     assert "badge-wait" in audit_line()
     disable_triggers()
-    AuditChain.objects.filter(unsigned_since__isnull=False).update(unsigned_since=now() - timedelta(hours=2))
+    AuditChain.objects.filter(scope="service").update(unsigned_since=now() - timedelta(hours=2))
     assert "badge-bad" in audit_line()
     assert "unsigned for 2 h" in audit_line()
+    scopes = text_of(client.get(address("health"))).partition("<h2>Audit chain</h2>")[2].partition("</table>")[0]
+    states = re.findall('<td>([a-z]+)</td><td><span class="badge badge-[a-z]+ badge-([a-z]+)">([a-z]+)<', scopes)
+    assert states == [("production", "wait", "waiting"), ("sandbox", "wait", "waiting"), ("service", "bad", "unsigned")]
     WorkLease.objects.create(subject=signing_lease("sandbox"), last_error="entry 5 differs", due_at=now())
     assert "broken in sandbox" in audit_line()
     page = text_of(client.get(address("health")))
