@@ -23,9 +23,8 @@ from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 from keyvault.services.usage.reports import KeyUser, find_last_of_sources, first_of_each_outcome
 from keyvault.services.usage.series import Traffic, choose_step, read_traffic
 from rotation.domain.events import RotationState
-from rotation.domain.plan_fields import Reinstatement
 from rotation.domain.silence import AwaitedSource, describe_need
-from rotation.domain.states import CLOSED
+from rotation.domain.states import CLOSED, may_reinstate
 from rotation.models import Evidence, EvidenceKind, Rotation
 from rotation.services.rotations.facts import list_waived
 from rotation.services.rotations.reports import Waits
@@ -83,8 +82,7 @@ def banner_of(
         waiting_for = re.sub(": .*", f": {counted(len(awaited), 'source')}, listed below", waiting_for)
     tone = "wait" if is_advised else ""
     if row.state == S.QUARANTINE and until is not None:
-        unless = "" if row.credential.kind == KeyKind.PUBLIC else " unless a known source tries it"
-        end = format_html("The old key is suspended. It is revoked {}{}.", moment(until), unless)
+        end = format_html("The old key is suspended. It is revoked {}{}", moment(until), _after_attempt(row))
         return Banner("Waiting for the quarantine to end.", end, tone, buttons)
     text = "" if is_advised else "Nothing is needed from you."
     if until is not None:
@@ -92,6 +90,21 @@ def banner_of(
         then = "Without approval it expires {}." if is_expiry else "Next step {} at the earliest."
         text = format_html("{} {}", text, format_html(then, moment(until)))
     return Banner(f"Waiting for {in_words(waiting_for)}.", text, tone, buttons)
+
+
+def _after_attempt(row: Rotation) -> str:
+    """Return the rest of the sentence about the revocation: what an attempt by a known source changes."""
+    if _may_reinstate(row):
+        return ", unless a known source tries it: then it is reinstated."
+    if row.waived_at is not None or row.credential.kind == KeyKind.PUBLIC:
+        return "."
+    return ". An attempt by a known source begins the quarantine again."
+
+
+def _may_reinstate(row: Rotation) -> bool:
+    plan, was_reinstated, is_waived = row.readable_plan, row.reinstated_at is not None, row.waived_at is not None
+    kind = KeyKind(row.credential.kind)
+    return plan is not None and may_reinstate(plan, kind, was_reinstated=was_reinstated, silence_waived=is_waived)
 
 
 def in_words(reason: str) -> str:
@@ -146,8 +159,8 @@ def _quarantine(row: Rotation, *, is_untried: bool) -> str:
     plan = row.readable_plan
     period = "" if plan is None else f" for {seconds(plan.quarantine_seconds)}"
     if row.reinstated_at is None or is_untried:
-        may_return = plan is not None and plan.reinstatement is Reinstatement.ONCE and row.waived_at is None
-        return f"Suspended{period}" + ("; reinstated once if a known source tries it" if may_return else "")
+        returns = _may_reinstate(row)
+        return f"Suspended{period}" + ("; reinstated once if a known source tries it" if returns else "")
     was = "The old key was used in quarantine and reinstated"
     return was if row.quarantined_at is None else f"{was}. Now it is suspended again{period}, without another return"
 

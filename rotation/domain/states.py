@@ -271,17 +271,23 @@ def _end_of(key: KeyFacts, compromised: Event, revoked: Event, expired: Event) -
 
 
 def _reinstates(facts: Facts) -> bool:
-    """Return whether an attempt reinstates the predecessor.
-
-    It does once, for a source seen before, while the replacement is proved; never for a public key.
-    """
+    """Return whether an attempt reinstates the predecessor: a known source's, while the replacement is proved."""
     return (
         facts.predecessor.tried_by_known_at is not None
-        and facts.plan.reinstatement is Reinstatement.ONCE
-        and not facts.was_reinstated
-        and not facts.silence_waived
         and facts.is_proved
-        and facts.kind is not KeyKind.PUBLIC
+        and may_reinstate(
+            facts.plan, facts.kind, was_reinstated=facts.was_reinstated, silence_waived=facts.silence_waived
+        )
+    )
+
+
+def may_reinstate(plan: Plan, kind: KeyKind, *, was_reinstated: bool, silence_waived: bool) -> bool:
+    """Return whether a known source can still reinstate the predecessor: once, and never a public key."""
+    return (
+        plan.reinstatement is Reinstatement.ONCE
+        and not was_reinstated
+        and not silence_waived
+        and kind is not KeyKind.PUBLIC
     )
 
 

@@ -30,7 +30,7 @@ from keyvault.admin.framework.sign_in import find_next, second_factor_url, set_d
 from keyvault.backends.identity_provider import IdentityProviderError
 from keyvault.services.sessions.id_tokens import verify_id_token
 from keyvault.services.sessions.single_sign_on import configured_provider, identity_provider_client, refuse, sign_on
-from keyvault.services.sessions.step_up import has_passed_second_factor, note_second_factor
+from keyvault.services.sessions.step_up import forget_second_factor, has_passed_second_factor, note_second_factor
 from keyvault.wire.headers import address_from_environ
 
 PROVIDER_ID = "sso"
@@ -160,7 +160,12 @@ def finish(request: HttpRequest) -> HttpResponse:
         raise deny(identity)
     signed_on = sign_on(identity, address, request.COOKIES.get(settings.DEVICE_COOKIE, ""), now)
     is_step_up = has_passed_second_factor(request.session)
-    request.session.flush()
+    if is_step_up and request.user.pk == signed_on.operator.pk:
+        # The session keeps what the operator did and chose in it, such as the receipt of a leak.
+        forget_second_factor(request.session)
+        request.session.cycle_key()
+    else:
+        request.session.flush()
     login(request, signed_on.operator)
     if identity.second_factor_at is None or signed_on.device is None:
         return _unshared(HttpResponseRedirect(second_factor_url(state["next"])))

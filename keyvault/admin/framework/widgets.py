@@ -131,7 +131,7 @@ _TONES = {
     "wait": "pending awaiting_approval suspended quarantine rolling_back pre_activation not_reviewed withdrawn cleared "
     "paused skipped started due waiting unused not_checked retiring",
     "bad": "compromised emergency bypass_not_reviewed rejected stalled overdue not_schedulable halted refused "
-    "exposed_in_url exposed_in_browser failed disabled given_up unseen broken lost stale",
+    "exposed_in_url exposed_in_browser failed disabled given_up unseen broken unsigned lost stale",
     "info": "approved running scheduled staged publishing overlap awaiting_proof revoking rotating",
 }
 _TONE_OF = {state: tone for tone, states in _TONES.items() for state in states.split()}

@@ -12,13 +12,14 @@ from urllib.parse import urlencode
 
 from django.contrib.admin import AdminSite
 from django.db import IntegrityError
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.html import format_html
 
 from keyvault.access.permissions import Permission as P
-from keyvault.admin.framework.actions import ActionForm
+from keyvault.admin.framework.actions import ActionForm, ActionResult
 from keyvault.admin.framework.attention import MAX_DECIDABLE, MAX_ROWS, Attention, select_rows
+from keyvault.admin.framework.form_tokens import create_once, token_of
 from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, changes_table, requester_name
 from keyvault.admin.framework.menu import ConsolePage
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
@@ -33,6 +34,9 @@ MAX_TOGETHER = 50
 
 _COMBINED = "combined_digest"
 """Field of the form with the digest over all that it approves."""
+
+_SESSION_OUTCOME = "approved_together"
+"""Member of the session's data: the rows of the operator's last approval, each with its page, name and next step."""
 
 _log = logging.getLogger(__name__)
 
@@ -175,13 +179,25 @@ def review_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
         return _review_page(site, request, [], error=NotFoundError("One of these requests does not exist."))
     if request.method != "POST":
         return _review_page(site, request, reviewed)
-    if error := refuse_step_up(request) or _find_change(request, reviewed):
+    if error := refuse_step_up(request):
         return _review_page(site, request, reviewed, error=error)
+    combined_digest, done = _combine(reviewed), list[str]()
+
+    def approve() -> ActionResult:
+        if error := _find_change(request, reviewed):
+            raise error
+        done.extend(_approve_together(request, reviewed))
+        return ActionResult(_title_outcome(len(done)))
+
+    outcome_url = reverse("admin:approvals_outcome")
     try:
-        messages = _approve_together(request, reviewed)
+        create_once(request, "approvals", approve, lambda _: outcome_url)
     except KeyvaultError as refused:
         return _review_page(site, request, _review_rows(site, request, chosen), error=refused)
-    return _outcome_page(site, request, reviewed, messages)
+    if done:
+        rows = [[each.url, each.name, message] for each, message in zip(reviewed, done, strict=True)]
+        request.session[_SESSION_OUTCOME] = {"combined_digest": combined_digest, "rows": rows}
+    return HttpResponseRedirect(outcome_url)
 
 
 def _review_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> list[ReviewedRow]:
@@ -278,6 +294,7 @@ def _review_page(
         "crumbs": [_back()],
         "error": None if error is None else error.detail,
         "to_approve": to_approve,
+        "form_token": token_of(request),
         "combined_name": _COMBINED,
         "combined_digest": _combine(reviewed),
         "refused": _refused_table(reviewed) if len(to_approve) < len(reviewed) else None,
@@ -295,19 +312,23 @@ def _refused_table(reviewed: Sequence[ReviewedRow]) -> Table:
     return Table("Not approved here", ["request", "what", "why"], rows)
 
 
-def _outcome_page(
-    site: AdminSite, request: HttpRequest, reviewed: Sequence[ReviewedRow], messages: Sequence[str]
-) -> HttpResponse:
-    """Name every approved row with what happens next."""
-    rows = [[link(each.url, each.name), message] for each, message in zip(reviewed, messages, strict=True)]
-    digest = format_html("combined digest {}", mono(_combine(reviewed)))
+def outcome_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
+    """Name every row of the operator's last approval with what happens next."""
+    outcome = request.session.get(_SESSION_OUTCOME, {"combined_digest": "", "rows": []})
+    rows = [[link(url, name), message] for url, name, message in outcome["rows"]]
+    digest = format_html("combined digest {}", mono(outcome["combined_digest"])) if rows else ""
+    empty = "Nothing in this session. Requests that you approve together appear here."
     context = {
-        "title": f"{counted(len(reviewed), 'request')} approved",
+        "title": _title_outcome(len(rows)),
         "crumbs": [_back()],
-        "section": Table("Approved", ["request", "what happens next"], rows, aside=digest),
+        "section": Table("Approved", ["request", "what happens next"], rows, empty, digest),
         "back": _back(),
     }
     return page(site, request, "approvals_outcome", context)
+
+
+def _title_outcome(count: int) -> str:
+    return f"{counted(count, 'request')} approved"
 
 
 def _back() -> Link:
@@ -321,4 +342,5 @@ PAGES = (
     ConsolePage(
         "approvals_review", "approvals/review/", "Review", "", _PERMISSIONS, review_view, ("GET", "HEAD", "POST")
     ),
+    ConsolePage("approvals_outcome", "approvals/approved/", "Approved", "", _PERMISSIONS, outcome_view),
 )

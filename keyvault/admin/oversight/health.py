@@ -34,6 +34,9 @@ _BACKEND_SECONDS = 15
 _SIGNED_WITHIN = timedelta(hours=2)
 """Age of an audit checkpoint above which it is marked as late. Nothing is signed while nothing changes."""
 
+_PROCESSES = {"worker": "worker", "beat": "scheduler"}
+"""The console's name of each kind of process."""
+
 
 def describe_system(now: datetime) -> list[tuple[str, SafeString]]:
     """Return one line for each part of the installation, for the overview."""
@@ -76,17 +79,13 @@ def _describe_verifiers(verifiers: Sequence[Seen], now: datetime) -> tuple[str, 
 
 def _describe_processes(processes: Sequence[Seen], now: datetime) -> tuple[str, str]:
     kinds: Mapping[str, list[Seen]] = {
-        kind: [each for each in processes if each.name.startswith(f"{kind} ")] for kind in ("worker", "beat")
+        kind: [each for each in processes if each.name.startswith(f"{kind} ")] for kind in _PROCESSES
     }
-    missing = [
-        name
-        for kind, name in (("worker", "worker"), ("beat", "scheduler"))
-        if not any(each.is_current for each in kinds[kind])
-    ]
+    missing = [kind for kind, found in kinds.items() if not any(each.is_current for each in found)]
     if missing:
-        last = max((each.seen_at for each in processes), default=None)
+        last = max((each.seen_at for kind in missing for each in kinds[kind]), default=None)
         when = "" if last is None else f", last seen {duration(now - last)} ago"
-        return f"no {' and no '.join(missing)} runs{when}", "bad"
+        return f"no {' and no '.join(_PROCESSES[kind] for kind in missing)} runs{when}", "bad"
     lost = sum(not each.is_current for each in processes)
     return "running" if not lost else f"running, {lost} lost", "good" if not lost else "wait"
 
@@ -94,11 +93,16 @@ def _describe_processes(processes: Sequence[Seen], now: datetime) -> tuple[str, 
 def _describe_audit(health: SystemHealth, now: datetime) -> tuple[str, str]:
     if health.broken:
         return f"broken in {', '.join(sorted(health.broken))}; nothing is signed", "bad"
-    if health.unsigned_since is not None and now - health.unsigned_since > UNSIGNED_FOR:
-        return f"unsigned for {duration(now - health.unsigned_since)}", "bad"
+    if overdue := _find_overdue(health, now):
+        return f"unsigned for {duration(now - min(overdue.values()))}", "bad"
     if health.signed_at is None:
         return "not signed yet", "wait"
     return _describe_signed(now - health.signed_at), "good"
+
+
+def _find_overdue(health: SystemHealth, now: datetime) -> dict[str, datetime]:
+    """Return when the oldest unsigned entry was written, for each scope that is unsigned for too long."""
+    return {scope: since for scope, since in health.unsigned_since.items() if now - since > UNSIGNED_FOR}
 
 
 def _state(text: str, tone: str) -> SafeString:
@@ -188,7 +192,7 @@ def _audit_table(request: HttpRequest, health: SystemHealth, now: datetime) -> T
         "Audit chain",
         ["scope", "state", "newest checkpoint"],
         [
-            [scope, _signed_badge(at, now, is_broken=scope in health.broken), moment(at, missing="not signed yet")]
+            [scope, _signed_badge(health, scope, now), moment(at, missing="not signed yet")]
             for scope, at in sorted(health.signed.items())
         ],
         "This process serves no scope.",
@@ -196,9 +200,12 @@ def _audit_table(request: HttpRequest, health: SystemHealth, now: datetime) -> T
     )
 
 
-def _signed_badge(at: datetime | None, now: datetime, *, is_broken: bool) -> SafeString:
-    if is_broken:
+def _signed_badge(health: SystemHealth, scope: str, now: datetime) -> SafeString:
+    at = health.signed[scope]
+    if scope in health.broken:
         return badge("broken")
+    if scope in _find_overdue(health, now):
+        return badge("unsigned")
     if at is None:
         return badge("waiting")
     return badge("signed", "good" if now - at < _SIGNED_WITHIN else "dim")

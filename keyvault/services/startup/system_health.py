@@ -34,7 +34,7 @@ class SystemHealth:
         processes: workers and beats.
         signed: when the newest audit checkpoint of each served scope was signed; None: never.
         broken: served scopes whose audit log does not match its checkpoints, as the worker found at its last signature.
-        unsigned_since: when the oldest unsigned audit entry of all served scopes was written; None: all are signed.
+        unsigned_since: when the oldest unsigned audit entry of each served scope that has one was written.
         failing_endpoints: ids of webhook endpoints with late deliveries or disabled after failures, of at most
             MAX_ROWS.
     """
@@ -43,7 +43,7 @@ class SystemHealth:
     processes: Sequence[Seen]
     signed: Mapping[str, datetime | None]
     broken: Set[str]
-    unsigned_since: datetime | None
+    unsigned_since: Mapping[str, datetime]
     failing_endpoints: Set[str]
 
     @property
@@ -115,6 +115,6 @@ def find_system_health(now: datetime) -> SystemHealth:
         processes=[Seen(name, at, at >= now - LOST_AFTER) for kind, name, at, _ in found if kind == "process"],
         signed={scope: signed.get(scope) for scope in scopes},
         broken={leases[name] for kind, name, _, _ in found if kind == "broken"},
-        unsigned_since=min((at for kind, _, at, _ in found if kind == "unsigned"), default=None),
+        unsigned_since={name: at for kind, name, at, _ in found if kind == "unsigned"},
         failing_endpoints={name for kind, name, _, _ in found if kind == "endpoint"},
     )

@@ -365,6 +365,32 @@ def test_single_sign_on_second_factor_is_recent_only_if_the_provider_says_so(
     assert is_fresh(client.session, datetime.now(UTC))
 
 
+def test_single_sign_on_keeps_what_the_session_has_for_the_same_operator_only(provider: StubProvider) -> None:
+    """Guarantee: confirming again keeps the receipt of a leak and the environment; another operator gets neither."""
+    client, kept = Client(), {"leak_report": [{"key_id": "a" * 16}], "console_environment": "production"}
+
+    def is_kept(person: Claims) -> bool:
+        """Sign in beside the session that has these members."""
+        session = client.session
+        session.update(kept)
+        session.save()
+        provider.person |= person
+        sign_in(client)
+        assert client.session.session_key != session.session_key
+        operator = Operator.objects.get(username=provider.person["preferred_username"])
+        assert client.session[SESSION_KEY] == str(operator.pk)
+        return {name: client.session.get(name) for name in kept} == kept
+
+    sign_in(client)
+    assert is_kept({})
+    assert not is_kept({"groups": ["keys"]}), "a change of roles ends all sessions"
+    assert client.get("/admin/").status_code == 200
+    assert not is_kept({"sub": "another", "preferred_username": "john"})
+    assert is_kept({"amr": ["pwd"]})
+    assert client.get("/admin/").status_code == 302, "the provider has not proved a second factor this time"
+    assert not is_kept({"sub": "third", "preferred_username": "joan"})
+
+
 def test_single_sign_on_operator_is_invited_to_a_second_factor_without_a_password(provider: StubProvider) -> None:
     """The link alone does not sign the operator in, because it does not prove who opens it."""
     provider.person["amr"] = ["pwd"]

@@ -86,6 +86,7 @@ MATRIX: dict[str, frozenset[P]] = {
     "remove_second_factor": ANY_ROLE,
     "approvals": _APPROVING,
     "approvals_review": _APPROVING,
+    "approvals_outcome": _APPROVING,
     "health": frozenset({P.KEYS_READ}),
     "choices_merchants": frozenset({P.MERCHANTS_READ}),
     "choices_credentials": frozenset({P.KEYS_READ}),

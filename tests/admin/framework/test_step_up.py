@@ -1,5 +1,6 @@
 """Step-up: sensitive actions require a recent second factor, which their own form asks for."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from django.test import Client
 from keyvault.access.limits import SIGN_IN_FAILURES
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
+from keyvault.admin.framework import step_up
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Key, Operator, ServiceToken
@@ -16,7 +18,7 @@ from keyvault.services.sessions.second_factors import totp_code
 from keyvault.services.sessions.step_up import STEP_UP
 from tests.admin.desk import Desk, address, browser, pass_second_factor, text_of, with_password
 from tests.admin.framework.test_actions import model_admins
-from tests.factories import grant, issue, now
+from tests.factories import grant, issue, now, request_key
 
 REVOKE = {"reason": "superseded"}
 
@@ -104,6 +106,32 @@ def test_step_up_after_five_minutes_asks_for_a_code_in_the_form(desk: Desk, clie
     assert revoke(client, key, second_factor_code=totp_code(seed, now())).status_code == 302
     assert revoke(client, other).status_code == 302, "the factor is recent now"
     assert (state_of(key), state_of(other)) == ("deactivated", "deactivated")
+
+
+def test_step_up_by_single_sign_on_is_never_the_button_that_enter_presses(
+    desk: Desk, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: Enter in a field sends the form itself: single sign-on has a form of its own, which returns here."""
+    monkeypatch.setattr(step_up, "may_prove_second_factor", lambda operator: True)
+    key, _ = issue(desk.sandbox)
+    request = request_key(desk.production, by=desk.tam)
+    approval = f"{address('approvals_review')}?item=keyvault.issuancerequest:{request.pk}"
+    for page in (
+        client.get(address("keyvault_key_revoke", key.pk)),
+        client.get(address("keyvault_issuancerequest_change", request.pk)),
+        client.get(approval),
+        client.post(address("incidents"), {"secret_text": key.key_id}),
+    ):
+        shown = text_of(page)
+        forms = [each.partition("</form>")[0] for each in shown.split("<form ")[1:]]
+        (form,) = [each for each in forms if 'name="second_factor_code"' in each]
+        elsewhere, default = re.findall(r"<button type=\"submit\"([^>]*)>([^<]*)", form)
+        assert elsewhere == (' form="single-sign-on" class="button button-plain"', "Confirm with single sign-on")
+        assert "form" not in default[0]
+        (single_sign_on,) = [each for each in forms if each.startswith('id="single-sign-on" ')]
+        assert 'action="/admin/login/sso/"' in single_sign_on
+        assert f'name="next" value="{page.wsgi_request.get_full_path()}"' in single_sign_on
+        assert single_sign_on.count("<input") == 2
 
 
 @pytest.mark.parametrize("code", [None, "", "000000"])

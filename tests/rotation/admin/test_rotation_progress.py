@@ -15,7 +15,7 @@ from keyvault.models.recording import collect_subjects
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import suspend_key
 from keyvault.services.usage.recorder import UsageLog
-from rotation.admin.rotation_progress import evidence_card, read_rotation_traffic, users_table
+from rotation.admin.rotation_progress import banner_of, evidence_card, read_rotation_traffic, users_table
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides, Proof, Reinstatement
 from rotation.domain.silence import AwaitedSource, SourceFacts
@@ -128,21 +128,34 @@ def test_banner_is_short_and_the_explanation_is_below_it(desk: Desk) -> None:
     assert "The replacement is not proved in use." in advice
 
 
+_RETURNS, _BEGINS_AGAIN = (
+    "tries it: then it is reinstated.",
+    "An attempt by a known source begins the quarantine again.",
+)
+
+
 @pytest.mark.parametrize(
-    ("reinstatement", "reinstated", "quarantined", "shown"),
+    ("reinstatement", "reinstated", "waived", "quarantined", "evidence", "banner"),
     [
-        ("once", False, False, "; reinstated once if a known source tries it"),
-        ("never", False, False, "Suspended for 10 minutes<"),
-        ("once", True, False, "The old key was used in quarantine and reinstated<"),
-        ("once", True, True, "Now it is suspended again for 10 minutes, without another return"),
+        ("once", False, False, False, "; reinstated once if a known source tries it", _RETURNS),
+        ("never", False, False, False, "Suspended for 10 minutes<", _BEGINS_AGAIN),
+        ("once", False, True, False, "Suspended for 10 minutes<", "</time>."),
+        ("once", True, False, False, "The old key was used in quarantine and reinstated<", _BEGINS_AGAIN),
+        ("once", True, False, True, "Now it is suspended again for 10 minutes, without another return", _BEGINS_AGAIN),
     ],
 )
-def test_evidence_says_whether_the_old_key_returns_from_quarantine(
-    desk: Desk, reinstatement: str, reinstated: bool, quarantined: bool, shown: str
+def test_page_says_what_an_attempt_in_quarantine_does(
+    desk: Desk, reinstatement: str, reinstated: bool, waived: bool, quarantined: bool, evidence: str, banner: str
 ) -> None:
-    row = rotated(desk, quarantine_seconds=600, reinstatement=Reinstatement(reinstatement))
-    row.reinstated_at, row.quarantined_at = now() if reinstated else None, now() if quarantined else None
-    assert shown in str(evidence_card(row, [], []))
+    """Guarantee: evidence and banner promise the return of the old key only where an attempt reinstates it."""
+    row, at = rotated(desk, quarantine_seconds=600, reinstatement=Reinstatement(reinstatement)), now()
+    row.reinstated_at, row.quarantined_at = at if reinstated else None, at if quarantined else None
+    row.waived_at = at if waived else None
+    assert evidence in str(evidence_card(row, [], []))
+    row.state = S.QUARANTINE
+    shown = banner_of(row, "the quarantine of the predecessor to end", [], at, [], is_advised=False)
+    assert shown is not None
+    assert shown.text.endswith(banner)
 
 
 @pytest.mark.parametrize(
