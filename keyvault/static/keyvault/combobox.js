@@ -31,6 +31,8 @@ function enhance(input) {
   let active = -1;
 
   const close = () => {
+    clearTimeout(timer);
+    request?.abort();
     list.hidden = true;
     active = -1;
     input.setAttribute('aria-expanded', 'false');
@@ -50,6 +52,7 @@ function enhance(input) {
     input.dispatchEvent(new Event('change', { bubbles: true }));
   };
   const show = ({ choices, has_more: hasMore }) => {
+    if (document.activeElement !== input) return;
     list.replaceChildren(...choices.map((choice, index) => optionOf(choice, `${list.id}-${index}`)));
     if (!choices.length) list.append(noteOf('Nothing matches.'));
     if (hasMore) list.append(noteOf('More rows match. Type more of the name or id.'));
@@ -65,8 +68,9 @@ function enhance(input) {
     try {
       const response = await fetch(url, { credentials: 'same-origin', redirect: 'error', signal: request.signal });
       if (response.ok) show(await response.json());
-    } catch {
-      close();
+    } catch (error) {
+      // A newer request, or the end of the choice, has replaced this one.
+      if (error.name !== 'AbortError') close();
     }
   };
 
@@ -92,7 +96,7 @@ function enhance(input) {
       close();
     }
   });
-  input.addEventListener('blur', () => setTimeout(close, 150));
+  input.addEventListener('blur', close);
   list.addEventListener('mousedown', (event) => event.preventDefault());
   list.addEventListener('click', (event) => {
     const option = event.target.closest('[role="option"]');

@@ -1,0 +1,81 @@
+"""The console's scripts while a response is late or fails: the test answers their requests and moves their clock."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.service import WAIT_MS, Service
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+expect.set_options(timeout=WAIT_MS)
+
+HOLD = """
+window.held = [];
+window.fetch = (url, { signal } = {}) => new Promise((resolve, reject) => {
+    const answer = (body) => resolve({ ok: true, json: async () => body });
+    window.held.push({ words: new URL(url, location.href).searchParams.get("q"), answer, fail: reject });
+    signal?.addEventListener("abort", () => reject(signal.reason));
+});
+"""
+"""Runs before the page's own scripts. Requests wait until the test answers them."""
+
+ANSWER = "([index, labels]) => held[index].answer({ choices: labels.map((label) => ({ value: label, label })) })"
+
+SENT = "() => held.map((request) => request.words)"
+
+DELAY_MS = 150
+"""How long the combobox waits until it asks for what was typed."""
+
+
+@contextmanager
+def held_page(service: Service, path: str) -> Iterator[Page]:
+    with service.page("admin") as page:
+        # Time passes only where a test says so.
+        page.clock.install(time=0)
+        page.clock.pause_at(1)
+        page.add_init_script(HOLD)
+        page.goto(path)
+        yield page
+
+
+def test_combobox_is_open_only_while_its_field_is_used(service: Service) -> None:
+    """A late response opens no list of a field that was left, and a newer request closes no list."""
+    with held_page(service, "/admin/keyvault/issuancerequest/new/request/") as page:
+        field, options = page.get_by_role("combobox").first, page.get_by_role("listbox").first
+
+        def write(text: str) -> None:
+            field.press_sequentially(text)
+            page.clock.run_for(DELAY_MS)
+
+        def answer(index: int, *labels: str) -> None:
+            page.evaluate(ANSWER, [index, labels])
+
+        def leave() -> Any:
+            field.blur()
+            page.clock.run_for(DELAY_MS)
+            return page.evaluate(SENT)
+
+        write("a")
+        answer(0, "acme")
+        expect(options).to_be_visible()
+        write("c")
+        write("m")
+        assert page.evaluate(SENT) == ["a", "ac", "acm"]
+        assert options.is_visible(), "the request that the newest one replaced closed the list"
+        answer(2, "acme")
+        field.press_sequentially("e")
+        options.get_by_role("option").click()
+        page.clock.run_for(DELAY_MS)
+        assert page.evaluate(SENT) == ["a", "ac", "acm"], "asked again after the choice"
+        assert field.input_value() == "acme"
+        field.press_sequentially("x")
+        assert leave() == ["a", "ac", "acm"], "asked after the field was left"
+        field.focus()
+        write("y")
+        assert leave() == ["a", "ac", "acm", "acmexy"]
+        answer(3, "acme")
+        assert not options.is_visible(), "opened after the field was left"
