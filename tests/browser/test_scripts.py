@@ -16,7 +16,8 @@ expect.set_options(timeout=WAIT_MS)
 HOLD = """
 window.held = [];
 window.fetch = (url, { signal } = {}) => new Promise((resolve, reject) => {
-    const answer = (body) => resolve({ ok: true, json: async () => body });
+    const answer = (body) => resolve(
+        { ok: true, status: 200, headers: new Headers(), json: async () => body, text: async () => body });
     window.held.push({ words: new URL(url, location.href).searchParams.get("q"), answer, fail: reject });
     signal?.addEventListener("abort", () => reject(signal.reason));
 });
@@ -26,6 +27,20 @@ window.fetch = (url, { signal } = {}) => new Promise((resolve, reject) => {
 ANSWER = "([index, labels]) => held[index].answer({ choices: labels.map((label) => ({ value: label, label })) })"
 
 SENT = "() => held.map((request) => request.words)"
+
+UPDATE = "(text) => held.pop().answer(text)"
+
+FOCUSED = """
+() => {
+    const rows = [...document.querySelectorAll("#live a")].map((link) => link.getAttribute("href"));
+    const open = [...document.querySelectorAll("#live details[open] summary")].map((summary) => summary.textContent);
+    return [rows, document.activeElement.getAttribute("href"), open];
+}
+"""
+"""Returns the addresses of the links, the one that has the focus, and what is open."""
+
+REFRESH_MS = 5_000
+"""Interval between two updates of the overview."""
 
 DELAY_MS = 150
 """How long the combobox waits until it asks for what was typed."""
@@ -79,3 +94,27 @@ def test_combobox_is_open_only_while_its_field_is_used(service: Service) -> None
         assert leave() == ["a", "ac", "acm", "acmexy"]
         answer(3, "acme")
         assert not options.is_visible(), "opened after the field was left"
+
+
+def test_update_keeps_the_focus_on_the_row_that_had_it(service: Service) -> None:
+    """Guarantee: a row that appears, moves or disappears moves neither the focus nor what is open to another row."""
+    updates = ["one two", "new one two", "one new two", "one two new", "two new", "old two"]
+    with held_page(service, "/admin/") as page:
+
+        def update(rows: str, row: str) -> Any:
+            page.clock.run_for(REFRESH_MS)
+            lines = "\n".join(row.format(name) for name in rows.split())
+            page.evaluate(UPDATE, f"<ul>\n{lines}\n</ul>")
+            return page.evaluate(FOCUSED)
+
+        for row, opens in (
+            ('<li><a href="{0}">Review</a><details><summary>{0}</summary></details></li>', ["two"]),
+            ('<a href="{0}">Review</a>', []),
+        ):
+            update(updates[0], row)
+            page.locator("#live [href=two]").focus()
+            for summary in page.locator("#live summary", has_text="two").all():
+                summary.evaluate("(element) => { element.parentElement.open = true; }")
+            for rows in updates:
+                assert update(rows, row) == [rows.split(), "two", opens]
+            assert update("old new", row) == [["old", "new"], None, []]
