@@ -118,3 +118,19 @@ def test_update_keeps_the_focus_on_the_row_that_had_it(service: Service) -> None
             for rows in updates:
                 assert update(rows, row) == [rows.split(), "two", opens]
             assert update("old new", row) == [["old", "new"], None, []]
+
+
+def test_page_waits_for_its_update_and_announces_that_updates_fail(service: Service) -> None:
+    """A page that is shown again during an update asks only once, and its status was there before its text."""
+    with held_page(service, "/admin/") as page:
+        assert page.locator("[role=status]").all_inner_texts() == [""]
+        page.clock.run_for(REFRESH_MS)
+        page.evaluate("() => document.dispatchEvent(new Event('visibilitychange'))")
+        assert page.evaluate("() => held.length") == 1
+        page.evaluate("() => { held[0].fail(new Error()); window.before = document.querySelector('[role=status]'); }")
+        expect(page.get_by_role("status")).to_contain_text("Updates are interrupted")
+        assert page.evaluate("() => before.isConnected")
+        page.clock.run_for(REFRESH_MS)
+        assert page.evaluate("() => held.length") == 2
+        page.evaluate(UPDATE, "")
+        assert page.locator("[role=status]").all_inner_texts() == [""]
