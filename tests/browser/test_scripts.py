@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from django.template.loader import render_to_string
+from playwright.sync_api import Page, Route, expect
 
 from tests.browser.service import WAIT_MS, Service
 
@@ -38,6 +39,23 @@ FOCUSED = """
 }
 """
 """Returns the addresses of the links, the one that has the focus, and what is open."""
+
+SEND_TWICE = """
+async () => {
+    const prevented = [];
+    window.addEventListener("submit", (event) => {
+        prevented.push(event.defaultPrevented);
+        event.preventDefault();
+    });
+    window.webauthnJSON = { get: async () => ({}) };
+    for (const _ of [1, 2]) {
+        document.querySelector("[data-passkey]").click();
+        await new Promise((resolve) => setTimeout(resolve));
+    }
+    return prevented;
+}
+"""
+"""Presses the button of a passkey twice. Returns whether each submission was prevented."""
 
 REFRESH_MS = 5_000
 """Interval between two updates of the overview."""
@@ -134,3 +152,18 @@ def test_page_waits_for_its_update_and_announces_that_updates_fail(service: Serv
         assert page.evaluate("() => held.length") == 2
         page.evaluate(UPDATE, "")
         assert page.locator("[role=status]").all_inner_texts() == [""]
+
+
+def test_form_with_a_passkey_is_sent_once(service: Service) -> None:
+    options = {"passkey_options": {}, "passkey_call": "get", "passkey_label": "Use a passkey"}
+    block = render_to_string("console/block_passkey.html", options)
+
+    def add_passkey(route: Route) -> None:
+        """Show the form as to an operator who has a passkey."""
+        response = route.fetch()
+        route.fulfill(response=response, body=response.text().replace('<fieldset class="card">', f"{block}<fieldset>"))
+
+    with service.page("admin") as page:
+        page.route("**/merchant/new/create/", add_passkey)
+        page.goto("/admin/keyvault/merchant/new/create/")
+        assert page.evaluate(SEND_TWICE) == [False, True]
