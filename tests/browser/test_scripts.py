@@ -27,6 +27,8 @@ window.fetch = (url, { signal } = {}) => new Promise((resolve, reject) => {
 
 ANSWER = "([index, labels]) => held[index].answer({ choices: labels.map((label) => ({ value: label, label })) })"
 
+ROLES = "(list) => [...list.children].map((child) => child.role)"
+
 SENT = "() => held.map((request) => request.words)"
 
 UPDATE = "(text) => held.pop().answer(text)"
@@ -95,6 +97,7 @@ def test_combobox_is_open_only_while_its_field_is_used(service: Service) -> None
         write("a")
         answer(0, "acme")
         expect(options).to_be_visible()
+        assert options.evaluate(ROLES) == ["option"]
         write("c")
         write("m")
         assert page.evaluate(SENT) == ["a", "ac", "acm"]
@@ -112,6 +115,17 @@ def test_combobox_is_open_only_while_its_field_is_used(service: Service) -> None
         assert leave() == ["a", "ac", "acm", "acmexy"]
         answer(3, "acme")
         assert not options.is_visible(), "opened after the field was left"
+        for text, act, status in (
+            ("1", 'answer({ choices: [{ value: "a", label: "a" }] })', "1 choice."),
+            ("2", "answer({ choices: [] })", "Nothing matches."),
+            ("3", "fail(new TypeError())", "Choices cannot be loaded. Type the id."),
+        ):
+            write(text)
+            page.evaluate(f"() => held.at(-1).{act}")
+            assert page.locator(".combobox [role=status]").first.inner_text() == status
+            assert options.is_visible() == (text == "1")
+        page.keyboard.press("Escape")
+        assert page.locator(".combobox [role=status]").first.inner_text() == ""
 
 
 def test_update_keeps_the_focus_on_the_row_that_had_it(service: Service) -> None:
