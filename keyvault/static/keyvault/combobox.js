@@ -12,14 +12,20 @@ onContent((root) => {
 function enhance(input) {
   const box = document.createElement('div');
   box.className = 'combobox';
+  const popup = document.createElement('div');
+  popup.className = 'combobox-popup';
   const list = document.createElement('div');
-  list.className = 'combobox-options';
   list.id = `combobox-${(counter += 1)}`;
   list.setAttribute('role', 'listbox');
   list.setAttribute('aria-label', 'Choices');
   list.hidden = true;
+  // Beside the list, which may have only options. On the page before its text, so that screen readers announce it.
+  const status = document.createElement('p');
+  status.className = 'help';
+  status.setAttribute('role', 'status');
+  popup.append(list, status);
   input.replaceWith(box);
-  box.append(input, list);
+  box.append(input, popup);
   input.setAttribute('role', 'combobox');
   input.setAttribute('aria-autocomplete', 'list');
   input.setAttribute('aria-controls', list.id);
@@ -31,7 +37,11 @@ function enhance(input) {
   let active = -1;
 
   const close = () => {
+    clearTimeout(timer);
+    request?.abort();
     list.hidden = true;
+    list.replaceChildren();
+    status.textContent = '';
     active = -1;
     input.setAttribute('aria-expanded', 'false');
     input.removeAttribute('aria-activedescendant');
@@ -51,22 +61,27 @@ function enhance(input) {
   };
   const show = ({ choices, has_more: hasMore }) => {
     list.replaceChildren(...choices.map((choice, index) => optionOf(choice, `${list.id}-${index}`)));
-    if (!choices.length) list.append(noteOf('Nothing matches.'));
-    if (hasMore) list.append(noteOf('More rows match. Type more of the name or id.'));
-    list.hidden = false;
+    list.hidden = !choices.length;
+    status.textContent = describe(choices.length, hasMore);
     active = -1;
-    input.setAttribute('aria-expanded', 'true');
+    input.setAttribute('aria-expanded', String(!list.hidden));
+    input.removeAttribute('aria-activedescendant');
   };
   const find = async () => {
+    if (document.activeElement !== input) return;
     request?.abort();
     request = new AbortController();
     const url = new URL(input.dataset.combobox, window.location.href);
     url.searchParams.set('q', input.value.trim());
     try {
       const response = await fetch(url, { credentials: 'same-origin', redirect: 'error', signal: request.signal });
-      if (response.ok) show(await response.json());
-    } catch {
+      if (!response.ok) throw new Error(`status ${response.status}`);
+      show(await response.json());
+    } catch (error) {
+      // A newer request, or the end of the choice, has replaced this one.
+      if (error.name === 'AbortError') return;
       close();
+      status.textContent = 'Choices cannot be loaded. Type the id.';
     }
   };
 
@@ -87,13 +102,13 @@ function enhance(input) {
     } else if (event.key === 'Enter' && !list.hidden && options[active]) {
       event.preventDefault();
       choose(options[active]);
-    } else if (event.key === 'Escape' && !list.hidden) {
+    } else if (event.key === 'Escape' && status.textContent) {
       event.preventDefault();
       close();
     }
   });
-  input.addEventListener('blur', () => setTimeout(close, 150));
-  list.addEventListener('mousedown', (event) => event.preventDefault());
+  input.addEventListener('blur', close);
+  popup.addEventListener('mousedown', (event) => event.preventDefault());
   list.addEventListener('click', (event) => {
     const option = event.target.closest('[role="option"]');
     if (option) choose(option);
@@ -114,9 +129,8 @@ function optionOf({ value, label, detail }, id) {
   return option;
 }
 
-function noteOf(text) {
-  const note = document.createElement('p');
-  note.className = 'help';
-  note.textContent = text;
-  return note;
+function describe(count, hasMore) {
+  if (!count) return 'Nothing matches.';
+  const choices = count === 1 ? '1 choice.' : `${count} choices.`;
+  return hasMore ? `${choices} More rows match. Type more of the name or id.` : choices;
 }

@@ -21,21 +21,55 @@ export function parse(text) {
 
 /** Change the children of a node into those of another one. Nodes that stay keep their focus, scroll and selection. */
 export function morph(current, wanted) {
-  const news = [...wanted.childNodes];
-  news.forEach((node, index) => {
-    const old = current.childNodes[index];
+  const olds = childrenByName(current), news = childrenByName(wanted);
+  const names = new Map([...news].map(([name, node]) => [node, name]));
+  for (const [name, old] of olds) if (!news.has(name)) old.remove();
+  let place = current.firstChild;
+  for (const node of wanted.childNodes) {
+    const isElement = node.nodeType === Node.ELEMENT_NODE;
+    while (isElement && place && place.nodeType !== Node.ELEMENT_NODE) place = removed(place);
+    const old = isElement ? olds.get(names.get(node)) : place?.nodeType === node.nodeType && place;
     if (!old) {
-      current.append(document.importNode(node, true));
-    } else if (old.nodeName !== node.nodeName || (old.id ?? '') !== (node.id ?? '')) {
-      old.replaceWith(document.importNode(node, true));
-    } else if (node.nodeType === Node.ELEMENT_NODE) {
+      current.insertBefore(document.importNode(node, true), place);
+      continue;
+    }
+    if (old === place) place = place.nextSibling;
+    else move(old, place);
+    if (isElement) {
       morphAttributes(old, node);
       morph(old, node);
     } else if (old.nodeValue !== node.nodeValue) {
       old.nodeValue = node.nodeValue;
     }
-  });
-  while (current.childNodes.length > news.length) current.lastChild.remove();
+  }
+  while (place) place = removed(place);
+}
+
+/**
+ * Return the child elements by a name that is the same before and after an update: a link by its address, a row by its
+ * first link, so that the focus stays on what it was on. Those that are alike are counted.
+ */
+function childrenByName(parent) {
+  const counts = new Map();
+  return new Map([...parent.children].map((child) => {
+    const link = child.matches('li, tr') ? child.querySelector('a') : child;
+    const kind = `${child.nodeName} ${child.id} ${link?.getAttribute('href') ?? ''}`;
+    counts.set(kind, (counts.get(kind) ?? 0) + 1);
+    return [`${kind} ${counts.get(kind)}`, child];
+  }));
+}
+
+function removed(node) {
+  const next = node.nextSibling;
+  node.remove();
+  return next;
+}
+
+/** Move an element. The browser takes the focus from what is moved. */
+function move(element, place) {
+  const focused = document.activeElement;
+  place.before(element);
+  if (element.contains(focused)) focused.focus({ preventScroll: true });
 }
 
 function morphAttributes(old, node) {

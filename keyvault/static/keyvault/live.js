@@ -15,9 +15,11 @@ function watch(region) {
   const milliseconds = 1000 * Number(region.dataset.liveSeconds);
   let etag = null;
   let timer = null;
+  let isRunning = false;
   const update = async () => {
     timer = null;
     if (document.hidden) return;
+    isRunning = true;
     try {
       const headers = { 'X-Keyvault-Fragment': 'live', ...(etag && { 'If-None-Match': etag }) };
       const found = await fetchText(region.dataset.live, { headers, cache: 'no-store' });
@@ -35,28 +37,21 @@ function watch(region) {
         return;
       }
       say('Updates are interrupted. The page shows an earlier state.');
+    } finally {
+      isRunning = false;
     }
     timer = setTimeout(update, milliseconds);
   };
   document.addEventListener('visibilitychange', () => {
-    if (!document.hidden && timer === null) update();
+    if (!document.hidden && timer === null && !isRunning) update();
   });
   timer = setTimeout(update, milliseconds);
 }
 
-/** Show a status at the edge of the page; empty: remove it. `link`: label of a link that reloads the page. */
+/** Show a status at the edge of the page; empty: none. `link`: label of a link that reloads the page. */
 function say(text, link = '') {
-  let status = document.querySelector('.live-status');
-  if (!text) {
-    status?.remove();
-    return;
-  }
-  if (!status) {
-    status = document.createElement('p');
-    status.className = 'live-status';
-    status.setAttribute('role', 'status');
-    document.body.append(status);
-  }
+  const status = document.querySelector('.live-status');
+  if (status.textContent === text) return;
   status.textContent = text;
   if (link) {
     const anchor = document.createElement('a');

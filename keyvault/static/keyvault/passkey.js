@@ -11,7 +11,7 @@ for (const button of document.querySelectorAll('[data-passkey]')) {
       const options = JSON.parse(document.getElementById('passkey-options').textContent);
       const credential = await window.webauthnJSON[button.dataset.passkey](options);
       form.elements.second_factor_credential.value = JSON.stringify(credential);
-      form.submit();
+      form.requestSubmit();
     } catch (error) {
       problem.hidden = false;
     }
