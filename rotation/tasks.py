@@ -58,4 +58,4 @@ def begin_scheduled(environment: str) -> None:
 @shared_task(name="rotation.tasks.advance_campaigns")
 def advance_campaigns(environment: str = "") -> None:
     """Advance the campaigns of the environment; blank: of all that this process serves."""
-    tick(datetime.now(UTC), [environment] if environment else None)
+    tick(environments=[environment] if environment else None)

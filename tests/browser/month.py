@@ -443,8 +443,8 @@ def list_others(month: Month) -> Iterator[Event]:
     yield month.ago(hours=5), leak
     yield month.ago(hours=2), request_keys
     yield month.ago(minutes=75), request_campaigns
-    yield month.ago(minutes=70), lambda: tick(month.clock())
-    yield month.ago(minutes=65), lambda: tick(month.clock())
+    yield month.ago(minutes=70), lambda: tick(month.clock)
+    yield month.ago(minutes=65), lambda: tick(month.clock)
     yield month.ago(minutes=52), reset
 
 

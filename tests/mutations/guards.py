@@ -33,6 +33,7 @@ class Guard:
 
 _TRANSITIONS = "rotation/services/rotations/transitions.py"
 _RUNNER = "rotation/services/campaigns/runner.py"
+_STARTING = "rotation/services/schedules/starting.py"
 _STATES = "rotation/domain/states.py"
 _SILENCE = "rotation/domain/silence.py"
 _JUDGEMENT = "keyvault/access/judgement.py"
@@ -335,6 +336,25 @@ GUARDS = (
         ".filter(pk=campaign.pk)",
         "A worker that read a campaign before its pause begins nothing.",
         f"{_RUNNER_TESTS}::test_tick_overtaken_by_a_pause_skips_nobody",
+    ),
+    Guard(
+        "scheduled-start-serialized-with-a-withdrawal",
+        _STARTING,
+        "type(row).objects.select_for_update(no_key=True).filter(",
+        "type(row).objects.filter(",
+        "No rotation is committed under a standing approval that has ended.",
+        "tests/rotation/services/schedules/test_standing_approvals.py"
+        "::test_end_of_a_standing_approval_waits_for_a_rotation_that_begins_under_it",
+        "postgres",
+    ),
+    Guard(
+        "scheduled-start-refused-after-a-change",
+        _STARTING,
+        ".filter(pk=row.pk, version=row.version)",
+        ".filter(pk=row.pk)",
+        "A worker that read a schedule before it was disabled begins nothing.",
+        "tests/rotation/services/schedules/test_starting.py"
+        "::test_schedule_disabled_during_a_batch_begins_no_further_rotation",
     ),
     Guard(
         "altered-campaign-begins-nothing",

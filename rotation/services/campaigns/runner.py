@@ -6,7 +6,7 @@ no half-begun member, two workers never begin the same one, and none begins afte
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import datetime, timedelta
 
 from django.conf import settings
@@ -21,6 +21,7 @@ from keyvault.domain.notifications import NoticeKind
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.usage.recorder import utc_now
 from keyvault.services.work import leases
 from keyvault.services.work.clock import require_true_clock
 from keyvault.services.work.leases import Lease
@@ -57,7 +58,7 @@ _MAX_SKIPS = 100
 _ALTERED = "the approved campaign was altered"
 
 
-def tick(now: datetime, environments: Collection[str] | None = None) -> None:
+def tick(clock: Callable[[], datetime] = utc_now, environments: Collection[str] | None = None) -> None:
     """Advance every open campaign by one turn. Safe to run in several workers at the same time.
 
     `environments`: those to advance in, among the ones that this process serves; None: all of these.
@@ -66,7 +67,8 @@ def tick(now: datetime, environments: Collection[str] | None = None) -> None:
     under_way = Campaign.objects.filter(environment__in=served, state__in=UNDER_WAY)
     for campaign_id in under_way.order_by("created_at").values_list("campaign_id", flat=True):
         try:
-            advance_campaign(campaign_id, now)
+            # The turns before this one may have taken as long as a lease lasts.
+            advance_campaign(campaign_id, clock())
         except Exception:  # noqa: BLE001  errors are isolated per campaign
             _log.exception("unexpected error in a campaign's turn", extra={"campaign_id": campaign_id})
 

@@ -515,8 +515,10 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
     with recorded(
         grant, P.ISSUANCE_COLLECT, "rotation.collected", account=account, **about(rotation), key_id=key.key_id
     ):
-        rotation.compare_and_swap(collected_at=grant.at, awaits_requester=False)
         is_secret = rotation.credential.kind != KeyKind.PUBLIC
+        if is_secret and rotation.credential.delivery == Delivery.SHOW_ONCE:
+            key.compare_and_swap(material=Material.DESTROY_DUE)  # Keys are locked before rotations.
+        rotation.compare_and_swap(collected_at=grant.at, awaits_requester=False)
         if is_secret and account.environment == Environment.PRODUCTION:
             exclude_collector(operator.person, *_list_approved(rotation))
             note_break_glass(
@@ -526,6 +528,4 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
                 requester_person=rotation.requester_person,
                 why="a production key was shown to a person",
             )
-        if is_secret and rotation.credential.delivery == Delivery.SHOW_ONCE:
-            key.compare_and_swap(material=Material.DESTROY_DUE)
     return text

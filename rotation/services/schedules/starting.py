@@ -26,7 +26,14 @@ from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from rotation.domain.cryptoperiods import delay_after
 from rotation.domain.states import CLOSED
-from rotation.models import Rotation, RotationSchedule, ScheduleCheck, ScheduledCredential, ScheduleSweep
+from rotation.models import (
+    Rotation,
+    RotationSchedule,
+    ScheduleCheck,
+    ScheduledCredential,
+    ScheduleSweep,
+    StandingApproval,
+)
 from rotation.services.rotations.requests import begin_rotation
 from rotation.services.schedules.candidates import BATCH, Candidate, find_candidates, overrides_for
 from rotation.services.schedules.date_marks import add_missing, mark_scopes
@@ -292,7 +299,7 @@ def _try(claim: Claim, now: datetime) -> str | None:
     except Exception as error:  # noqa: BLE001  errors are isolated per credential and recorded
         _note_refusal(claim, error)
         return None
-    # Without a rotation the credential has changed meanwhile, so its date is computed again.
+    # Without a rotation the credential or its schedule has changed meanwhile, so its date is computed again.
     _settle(claim.row, ask_at=None if rotation is not None else now, refusals=0, why="")
     return None if rotation is None else rotation.rotation_id
 
@@ -310,25 +317,40 @@ def _note_refusal(claim: Claim, error: Exception) -> None:
 
 
 def begin(candidate: Candidate, now: datetime) -> Rotation | None:
-    """Request the candidate's rotation. None: it was begun concurrently. Raises what `begin_rotation` raises."""
+    """Request the candidate's rotation. Raises what `begin_rotation` raises.
+
+    None: it was begun concurrently, or the schedule or its standing approval has changed since it was read.
+    """
     credential, order = candidate.credential, candidate.order
     usable = Key.objects.filter(credential=credential, state=KeyState.ACTIVE).values_list("key_id", flat=True)
     if list(usable) != [candidate.key_id] or _has_open(credential):
         return None
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, credential.account, now=now)
+    standing_approval = find_standing_approval(order.schedule, now)
     try:
-        return begin_rotation(
-            grant,
-            credential,
-            overrides_for(candidate, now),
-            author=order.schedule.author,
-            schedule=order.schedule,
-            standing_approval=find_standing_approval(order.schedule, now),
-        )
+        with transaction.atomic():
+            # The locks serialize this with a change of the schedule and with the end of the approval. They come in
+            # the order in which a change of the schedule locks both.
+            if not all(_lock_unchanged(row) for row in (order.schedule, standing_approval) if row is not None):
+                return None
+            return begin_rotation(
+                grant,
+                credential,
+                overrides_for(candidate, now),
+                author=order.schedule.author,
+                schedule=order.schedule,
+                standing_approval=standing_approval,
+            )
     except KeyvaultError:
         if _has_open(credential):
             return None
         raise
+
+
+def _lock_unchanged(row: RotationSchedule | StandingApproval) -> bool:
+    """Lock the row until the end of the transaction; return whether it is unchanged since it was read."""
+    rows = type(row).objects.select_for_update(no_key=True).filter(pk=row.pk, version=row.version)
+    return bool(rows.values_list("pk"))
 
 
 def format_failure(error: Exception) -> str:

@@ -141,7 +141,8 @@ def test_campaign_page_is_live_while_it_can_change(desk: Desk, clock: Clock) -> 
     """Guarantee: also while it waits, is paused or halted, and while its rotations go on after its end."""
     many(2, clock)
     row = asked(clock, pace=Pace(per_minute=12))
-    tick(clock.tick(5))
+    clock.tick(5)
+    tick(clock)
     rows: QuerySet[Campaign] = QuerySet(Campaign)
     rotations: QuerySet[Rotation] = QuerySet(Rotation)
     disable_triggers()
@@ -166,7 +167,8 @@ def test_campaign_rejected_shows_the_requester_the_reason(desk: Desk, clock: Clo
 def test_campaign_page_shows_progress_and_failed_members_first(desk: Desk, clock: Clock) -> None:
     many(5, clock)
     row = asked(clock, pace=Pace(per_minute=48, halt_on_stall=False, halt_at_failed_percent=None))
-    tick(clock.tick(5))
+    clock.tick(5)
+    tick(clock)
     become(oldest(row), S.OVERLAP, clock)
     stalled = oldest(row)
     become(stalled, S.STALLED, clock)
@@ -186,9 +188,11 @@ def test_campaign_page_shows_progress_and_failed_members_first(desk: Desk, clock
 def test_campaign_halted_shows_the_remedy_and_resumes_with_a_reason(desk: Desk, clock: Clock) -> None:
     many(4, clock)
     row = asked(clock, pace=Pace(per_minute=24))
-    tick(clock.tick(5))
+    clock.tick(5)
+    tick(clock)
     become(oldest(row), S.STALLED, clock)
-    tick(clock.tick(5))
+    clock.tick(5)
+    tick(clock)
     page = page_of(desk.tam, row)
     assert "Halted: a rotation stalled.</strong> No more rotations start" in page
     assert "Halted campaigns" in text_of(browser(desk.tam).get("/admin/"))
@@ -203,7 +207,8 @@ def test_campaign_paused_and_canceled_by_a_responder(desk: Desk, clock: Clock) -
     """An incident responder can stop a campaign without filling in anything."""
     many(3, clock)
     row = asked(clock, pace=Pace(per_minute=12))
-    tick(clock.tick(5))
+    clock.tick(5)
+    tick(clock)
     assert submit(desk.responder, "pause", row).status_code == 302
     assert "Paused.</strong> No more rotations start until an operator resumes it." in page_of(desk.responder, row)
     assert submit(desk.responder, "cancel", row).status_code == 302

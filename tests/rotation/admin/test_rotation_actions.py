@@ -359,7 +359,7 @@ def test_replacement_of_a_campaign_is_listed_for_others_who_may_collect_it(desk:
         pace=Pace(),
         reason="yearly",
     )
-    tick(now())
+    tick()
     row = Rotation.objects.get(credential=key.credential)
     advance_rotation(row.pk)
 

@@ -85,7 +85,8 @@ def test_rotate_campaign_in_the_name_of_another_is_noted_when_it_is_approved(clo
     act = BreakGlass.objects.get()
     assert (act.subject, act.excluded_persons.split()) == (answer["campaign_id"], [asker.person, approving.person])
     assert act.is_claimed is False
-    tick(clock.tick(5))
+    clock.tick(5)
+    tick(clock)
     rotation = Rotation.objects.get()
     assert (rotation.state, rotation.is_requester_claimed) == (S.SCHEDULED, False)
 
@@ -136,7 +137,8 @@ def test_watch_shows_bars_until_the_campaign_has_ended(clock: Clock) -> None:
     screen = io.StringIO()
 
     def meanwhile() -> None:
-        tick(clock.tick(5))
+        clock.tick(5)
+        tick(clock)
         for rotation in campaign.rotations.filter(state=S.SCHEDULED):
             become(rotation, S.COMPLETED, clock)
 
@@ -165,7 +167,8 @@ def test_watch_to_a_halt_answers_and_exits_with_one(
     campaign = asked(clock)
 
     def meanwhile() -> None:
-        tick(clock.tick(5))
+        clock.tick(5)
+        tick(clock)
         for rotation in campaign.rotations.filter(state=S.SCHEDULED)[:1]:
             become(rotation, S.STALLED, clock)
 

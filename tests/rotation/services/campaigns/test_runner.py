@@ -1,7 +1,7 @@
 """What workers do for campaigns: pace, halts, skips, ends; a killed or duplicated worker changes nothing."""
 
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from keyvault.services.merchants.merchants import suspend_account
 from keyvault.services.recording.audit_chain import verify_audit
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
-from keyvault.services.work.leases import LEASE, claim
+from keyvault.services.work.leases import LEASE, Lease, claim
 from rotation.domain.events import RotationState as S
 from rotation.domain.pacing import START_WITHIN, Pace
 from rotation.domain.plan_fields import PlanOverrides
@@ -48,7 +48,7 @@ C = CampaignState
 
 def ticked(clock: Clock, seconds: float = 5) -> None:
     clock.tick(seconds)
-    tick(clock.now)
+    tick(clock)
 
 
 def begun(campaign: Campaign) -> int:
@@ -71,11 +71,28 @@ def test_tick_starts_at_the_approved_rate(clock: Clock) -> None:
     campaign = asked(clock, pace=Pace(per_minute=12, concurrency=100))
     counts = []
     for _ in range(14):
-        tick(clock.now)
+        tick(clock)
         ticked(clock, 2)
         counts.append(begun(campaign))
         clock.tick(3)
     assert counts == [2, 4, 6, 8, 10, 12, 12, 12, 12, 12, 12, 12, 14, 16]
+
+
+def test_tick_takes_the_turn_of_each_campaign_at_its_own_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: a turn after a slow one has a lease that lasts, and its rotations count from when they begin."""
+    issued(clock, 2)
+    campaigns = [asked(clock, merchants=[f"merchant-{number}"]) for number in range(2)]
+    take_turn, at, taken_over = runner._take_turn, clock(), list[Lease | None]()
+
+    def take_slowly(lease: Lease, campaign_id: str, now: datetime) -> None:
+        taken_over.append(claim(lease.subject, clock()))
+        take_turn(lease, campaign_id, now)
+        clock.now += LEASE
+
+    monkeypatch.setattr(runner, "_take_turn", take_slowly)
+    tick(clock)
+    assert taken_over == [None, None]
+    assert [campaign.rotations.get().created_at for campaign in campaigns] == [at, at + LEASE]
 
 
 def test_tick_respects_the_concurrency_until_a_rotation_is_proved(clock: Clock) -> None:
@@ -114,7 +131,7 @@ def test_tick_reads_the_members_only_before_it_starts_some(clock: Clock, monkeyp
 def test_tick_starts_in_the_selected_order_with_the_approved_plan(clock: Clock) -> None:
     keys = issued(clock, 3)
     campaign = asked(clock, overrides=PlanOverrides(quiet_seconds=77, quarantine_seconds=9), pace=Pace(per_minute=1))
-    tick(clock.now)
+    tick(clock)
     rotation = campaign.rotations.get()
     first = CampaignMember.objects.filter(campaign=campaign).order_by("pk")[0]
     assert rotation.credential_id == first.credential_id
@@ -143,7 +160,7 @@ def test_tick_of_an_environment_not_served_here_starts_nothing(clock: Clock, set
     issued(clock, 1)
     campaign = asked(clock)
     settings.ENVIRONMENTS = frozenset()
-    tick(clock.now)
+    tick(clock)
     assert begun(campaign) == 0
 
 
@@ -201,7 +218,7 @@ def test_tick_skips_a_credential_whose_plan_became_infeasible(clock: Clock) -> N
     issue(account("one"), clock.now, expires_in_days=4)
     campaign = asked(clock, overrides=PlanOverrides(quiet_seconds=3 * 86_400))
     clock.tick(2 * 86_400)
-    tick(clock.now)
+    tick(clock)
     member = campaign.members.get()
     assert member.outcome == "skipped"
     assert member.why.startswith("/deadline: soak and quiet period need 259200 seconds")
@@ -357,7 +374,7 @@ def test_tick_with_an_expired_approval_starts_nothing(clock: Clock, act: Any) ->
     if act is not None:
         act(may_write(clock), fresh(campaign), "")
     clock.now = campaign.created_at + START_WITHIN - timedelta(seconds=1)
-    tick(clock.now)
+    tick(clock)
     assert fresh(campaign).state != C.EXPIRED
     ticked(clock, 1)
     campaign = fresh(campaign)
@@ -449,7 +466,7 @@ def test_tick_reads_no_campaign_that_is_closed(clock: Clock) -> None:
     issued(clock, 1)
     cancel_campaign(may_write(clock), asked(clock), "not now")
     copy_row(Campaign, campaign_id="'cmp_' || n")
-    (plan,) = explain(partial(tick, clock.now))
+    (plan,) = explain(partial(tick, clock))
     assert "campaign_under_way" in plan
 
 
@@ -550,7 +567,7 @@ def test_race_of_ticks_starts_each_member_once_and_keeps_the_pace(clock: Clock) 
     campaign = asked(clock, pace=Pace(per_minute=6, concurrency=100))
     for _ in range(5):
         clock.tick(5)
-        assert race(*[partial(tick, clock.now)] * 4) == [None] * 4
+        assert race(*[partial(tick, clock)] * 4) == [None] * 4
         assert begun(campaign) <= 6
     clock.tick(60)
     for _ in range(8):
@@ -585,7 +602,7 @@ def test_race_of_a_start_with_a_faster_pause_starts_nothing(clock: Clock) -> Non
     campaign = asked(clock)
     clock.tick(5)
     with held_open(lambda: pause_campaign(may_write(clock), fresh(campaign), "stop")):
-        ticking = start(partial(tick, clock.now))
+        ticking = start(partial(tick, clock))
         wait_until_blocked(ticking)
     ticking.result(30)
     assert begun(campaign) == 0

@@ -1,10 +1,13 @@
-"""A revocation is never the victim of a deadlock with a rotation of its key."""
+"""A revocation is never the victim of a deadlock with a rotation of its key: keys are locked before rotations."""
 
 from functools import partial
 
 import pytest
+from django.db import transaction
 
 from keyvault.access.permissions import Permission as P
+from keyvault.domain.errors import StateConflictError
+from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyState
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Key
@@ -12,7 +15,9 @@ from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.recording.authorization import authorize
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Rotation, ScheduledCredential
-from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import abort_rotation, collect_replacement
+from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import request_rotation
 from rotation.services.schedules.date_marks import mark_credentials
 from tests.factories import now
@@ -52,3 +57,20 @@ def test_revocation_during_an_abort_waits_for_it() -> None:
         wait_until_blocked(abort)
     assert abort.exception(TIMEOUT_SECONDS) is None
     assert Key.objects.get(pk=key.pk).state == KeyState.COMPROMISED
+
+
+def test_collection_during_a_revocation_holds_no_rotation_while_it_waits() -> None:
+    """A lock on the rotation would be part of a deadlock with a transaction that has locked the key and needs it."""
+    key, _ = scene.issue(scene.account(), now(), delivery=Delivery.SHOW_ONCE)
+    rotation_id = scene.rotate(key.credential, now()).rotation_id
+    advance_rotation(rotation_id)
+    rotation = get_rotation(rotation_id)
+    assert rotation.replacement is not None
+    grant = authorize(scene.tam(), P.ISSUANCE_COLLECT, key.credential.account, now=now())
+    scene.admin()
+    with held_open(partial(_revoke, Key.objects.get(pk=rotation.replacement.pk))):
+        collection = start(partial(collect_replacement, grant, rotation))
+        wait_until_blocked(collection)
+        with transaction.atomic():
+            assert Rotation.objects.select_for_update(nowait=True).get(pk=rotation_id)
+    assert isinstance(collection.exception(TIMEOUT_SECONDS), StateConflictError)

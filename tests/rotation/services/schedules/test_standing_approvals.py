@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from rotation.domain.events import RotationState as S
 from rotation.domain.policy import APPROVAL_LIFETIME
 from rotation.models import Rotation, RotationSchedule, StandingApproval, StandingApprovalState
 from rotation.services.schedules import expiries
+from rotation.services.schedules.candidates import Candidate, find_candidates
 from rotation.services.schedules.expiries import announce_expiries
 from rotation.services.schedules.schedules import disable_schedule, enable_schedule, place_of
 from rotation.services.schedules.standing_approvals import (
@@ -36,11 +38,12 @@ from rotation.services.schedules.standing_approvals import (
     request_standing_approval,
     withdraw_standing_approval,
 )
-from rotation.services.schedules.starting import begin_due
+from rotation.services.schedules.starting import begin, begin_due
 from tests.clocks import Clock
 from tests.factories import make_operator, on_host
 from tests.rotation import scene
 from tests.rotation.services.schedules.test_schedules import calendar, save
+from tests.services.racing import TIMEOUT_SECONDS, held_open, start, wait_until_blocked
 
 pytestmark = pytest.mark.django_db
 
@@ -249,6 +252,54 @@ def test_standing_approval_requested_on_a_command_line_requires_a_review(clock: 
     assert act.excluded_persons.split() == [scene.tam().person, scene.approver().person]
 
 
+# --- races with the worker that begins rotations --------------------------------------------------------------
+
+
+def _withdraw(row: StandingApproval, clock: Clock) -> None:
+    withdraw_standing_approval(authorize(scene.tam(), P.SCHEDULES_WRITE, place_of(row.schedule), now=clock()), row, "")
+
+
+def _disable(row: StandingApproval, clock: Clock) -> None:
+    disable_schedule(authorize(scene.tam(), P.SCHEDULES_WRITE, place_of(row.schedule), now=clock()), row.schedule)
+
+
+def covered(clock: Clock) -> tuple[StandingApproval, Candidate]:
+    """Return an approved standing approval of an environment, and a due credential as a worker has read it."""
+    key, _ = scene.issue(scene.account(environment=PRODUCTION), clock())
+    standing = approve(ask(save(PRODUCTION, clock(), cryptoperiod_days=30), clock), clock)
+    clock.tick(30 * 86_400)
+    return get_standing_approval(standing.pk), find_candidates([key.credential_id])[key.credential_id]
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("end", [_withdraw, _disable])
+def test_end_of_a_standing_approval_waits_for_a_rotation_that_begins_under_it(
+    clock: Clock, end: Callable[[StandingApproval, Clock], None]
+) -> None:
+    """Guarantee: no rotation is committed under a standing approval that has ended."""
+    standing, candidate = covered(clock)
+    with held_open(partial(begin, candidate, clock())):
+        ending = start(partial(end, standing, clock))
+        wait_until_blocked(ending)
+    ending.result(TIMEOUT_SECONDS)
+    assert Rotation.objects.get().standing_approval == standing
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("end", [_withdraw, _disable])
+def test_rotation_of_a_standing_approval_that_ends_meanwhile_is_not_begun(
+    clock: Clock, end: Callable[[StandingApproval, Clock], None]
+) -> None:
+    standing, candidate = covered(clock)
+    with held_open(partial(end, standing, clock)):
+        beginning = start(partial(begin, candidate, clock()))
+        wait_until_blocked(beginning)
+    assert beginning.result(TIMEOUT_SECONDS) is None
+    assert not Rotation.objects.exists()
+
+
 # --- expiry ---------------------------------------------------------------------------------------------------
 
 
@@ -284,14 +335,6 @@ def test_standing_approval_that_expired_while_no_worker_ran_raises_only_the_alar
     for _ in range(2):
         begin_due(row.expires_at + DAY)
     assert announced() == [(NoticeKind.STANDING_APPROVAL_EXPIRED, True)]
-
-
-def _withdraw(row: StandingApproval, clock: Clock) -> None:
-    withdraw_standing_approval(authorize(scene.tam(), P.SCHEDULES_WRITE, place_of(row.schedule), now=clock()), row, "")
-
-
-def _disable(row: StandingApproval, clock: Clock) -> None:
-    disable_schedule(authorize(scene.tam(), P.SCHEDULES_WRITE, place_of(row.schedule), now=clock()), row.schedule)
 
 
 def _renew(row: StandingApproval, clock: Clock) -> None:

@@ -205,6 +205,27 @@ def test_credential_claimed_by_another_worker_is_not_tried(clock: Clock, monkeyp
     assert starting._claim_due([stale], due_at, 1) == []
 
 
+def test_schedule_disabled_during_a_batch_begins_no_further_rotation(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: after a request to disable a schedule has returned, a worker that read it before begins nothing."""
+    for label in ("first", "second"):
+        scene.issue(scene.account(), clock(), label=label)
+    schedule, settle = save(SANDBOX, clock()), starting._settle
+
+    def settle_and_disable(row: ScheduledCredential, **changes: Any) -> None:
+        settle(row, **changes)
+        fresh = RotationSchedule.objects.get(pk=schedule.pk)
+        if fresh.is_enabled:
+            disable_schedule(authorize(scene.tam(), P.SCHEDULES_WRITE, place_of(fresh), now=clock()), fresh)
+
+    monkeypatch.setattr(starting, "_settle", settle_and_disable)
+    clock.now += 90 * DAY
+    assert len(begin_due(clock())) == 1
+    assert begin_due(clock()) == []
+    assert Rotation.objects.count() == 1
+
+
 # --- sweeps beside other writers ------------------------------------------------------------------------------
 
 
