@@ -28,6 +28,7 @@ from keyvault.access.customers import Customer
 from keyvault.access.decision import Denial, Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import KeyHolder
+from keyvault.access.verification import find_exposed
 from keyvault.api.cors import answer_preflight, cors_headers
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.idempotency import answer_once
@@ -136,9 +137,10 @@ class IntegrationView(APIView):
         usage_log.start()
         now = datetime.now(UTC)
         endpoint = self._endpoint(request)
-        preflight = answer_preflight(request, self.environment, self._path(request))
-        if preflight is not None:
-            return preflight
+        if find_exposed(raw_url(request._request)) is None:
+            preflight = answer_preflight(request, self.environment, self._path(request))
+            if preflight is not None:
+                return preflight
         judgement = self._judge(request, endpoint, now)
         headers = self._cors(request, endpoint, judgement)
         limits = limit_headers(judgement.spend)

@@ -17,7 +17,7 @@ from keyvault.api.openapi import NEEDED, documented, in_path
 from keyvault.api.pages import read_page
 from keyvault.api.serializers import OneOf, PageQuery, StrictBoolean, StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError
+from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.recipients import SUITE
 from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential
@@ -236,13 +236,24 @@ class RotationAbortView(ServiceView):
 _ABORTED = frozenset({RotationState.CANCELLED, RotationState.ROLLING_BACK, RotationState.ROLLED_BACK})
 
 
+_ATTEMPTS = 3
+"""Attempts of an acknowledgement that meets other writers of its rotation."""
+
+
 def _acknowledge(call: Call) -> Response:
     """Acknowledge the replacement; the merchant authenticates with it in X-Api-Key."""
-    rotation = find_introduction(call.holder.key_id)
-    if rotation is None:
-        raise NotFoundError("The key is not the replacement of a rotation.")
-    grant = authorize(call.holder, Permission.ROTATIONS_ACKNOWLEDGE, rotation.credential.account, now=call.now)
-    acknowledge(grant, rotation)
+    for attempt in range(_ATTEMPTS):
+        rotation = find_introduction(call.holder.key_id)
+        if rotation is None:
+            raise NotFoundError("The key is not the replacement of a rotation.")
+        grant = authorize(call.holder, Permission.ROTATIONS_ACKNOWLEDGE, rotation.credential.account, now=call.now)
+        try:
+            acknowledge(grant, rotation)
+            break
+        except StateConflictError:
+            # Another process acknowledged at the same time, or a worker advanced the rotation.
+            if attempt == _ATTEMPTS - 1:
+                raise
     return Response(status=204)
 
 

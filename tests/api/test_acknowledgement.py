@@ -5,14 +5,17 @@ from datetime import UTC, datetime
 import pytest
 from django.test import Client
 
+from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
-from keyvault.models import UseContext
+from keyvault.models import AuditEntry, UseContext
 from keyvault.services.keys.lifecycle import get_key, suspend_key
 from keyvault.services.merchants.merchants import find_account
 from keyvault.services.secrets.stored_copies import read_string
 from keyvault.services.usage.recorder import UsageLog
+from rotation.api import rotations
+from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation
 from tests.factories import grant, issue, make_token, the_operator
@@ -112,6 +115,28 @@ def test_acknowledgement_with_malformed_credentials_is_refused(client: Client, t
             assert "WWW-Authenticate" in response
         if code == "credential_ambiguous":
             assert response.status_code == 400
+
+
+def test_acknowledgement_that_meets_another_one_is_repeated(
+    client: Client, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The contract calls it repeatable, so two processes of a merchant may send it at once."""
+    key, _ = issue(find_account("acme", Environment.SANDBOX))
+    rotation = scene.rotate(key.credential, datetime.now(UTC))
+    advance_rotation(rotation.rotation_id)
+    replacement = get_rotation(rotation.rotation_id).replacement
+    assert replacement is not None
+    real = rotations.acknowledge
+
+    def meet(grant: Grant, found: Rotation) -> None:
+        monkeypatch.setattr(rotations, "acknowledge", real)
+        real(grant, get_rotation(found.rotation_id))
+        real(grant, found)
+
+    monkeypatch.setattr(rotations, "acknowledge", meet)
+    response = client.post(URL, content_type=JSON, headers={"X-Api-Key": read_string(replacement).reveal()})
+    assert response.status_code == 204
+    assert AuditEntry.objects.filter(event="rotation.acknowledged").count() == 1
 
 
 def test_acknowledgement_by_a_service_token_is_refused(call: Call) -> None:

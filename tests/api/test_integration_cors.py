@@ -82,6 +82,12 @@ def test_preflight_from_any_other_origin_is_not_granted(ask: Ask, origin: str) -
     assert preflight(ask, origin=origin) == {}
 
 
+def test_preflight_with_a_key_in_its_url_is_refused_like_any_request(ask: Ask) -> None:
+    """A client that sends a preflight would send the request, and its key, to the same address."""
+    answer = ask("OPTIONS", f"{URL}?k=kv_prv_sbx_{'a' * 65}", Origin=SHOP, Access_Control_Request_Method="GET")
+    expect(answer, 400, "credential_in_url")
+
+
 def test_preflight_for_another_method_or_environment_is_not_granted(ask: Ask) -> None:
     assert preflight(ask, method="POST") == {}
     assert preflight(ask, method="get") == {}

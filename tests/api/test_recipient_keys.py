@@ -15,6 +15,7 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Key, Notice, RecipientKey
+from keyvault.services.keys import recipient_keys
 from keyvault.services.keys.lifecycle import get_key
 from keyvault.services.keys.recipient_keys import (
     DELAY,
@@ -251,3 +252,20 @@ def test_newer_recipient_key_withdraws_one_that_does_not_apply_yet(ask: Ask, pen
     assert RecipientKey.objects.get(pk=second.pk).withdrawn_at == at
     assert find_recipient(credential, at + timedelta(hours=23)) == first.public_key
     assert find_recipient(credential, at + timedelta(hours=24)) == third.public_key
+
+
+def test_recipient_key_that_is_sent_twice_at_once_is_set_once(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In production a second row would withdraw the first and restart its delay."""
+    _, key = issue(account())
+    _, public_key = new_recipient()
+    answers, real = [], recipient_keys.spend_repeat
+
+    def meet(*_: object) -> None:
+        monkeypatch.setattr(recipient_keys, "spend_repeat", real)
+        answers.append(set_key(ask, key, public_key))
+
+    monkeypatch.setattr(recipient_keys, "spend_repeat", meet)
+    answers.append(set_key(ask, key, public_key))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].body == answers[1].body
+    assert RecipientKey.objects.count() == 1

@@ -8,6 +8,7 @@ that applied when the rotation was requested.
 import secrets
 from datetime import datetime, timedelta
 
+from django.db import transaction
 from django.db.models import QuerySet
 from django.db.models.functions import Now
 
@@ -61,18 +62,24 @@ def set_recipient_key(grant: Grant, key: Key, public_key: str) -> RecipientKey:
         created_at=grant.at,
         applies_at=grant.at + DELAY[credential.environment],
     )
-    with recorded(grant, P.RECIPIENTS_WRITE, "recipient_key.set", account=credential.account, **_about(recipient)):
-        for pending in rows.filter(applies_at__gt=grant.at):
-            pending.compare_and_swap(withdrawn_at=grant.at)
-        recipient.save()
-        announce(
-            grant,
-            NoticeKind.RECIPIENT_KEY_SET,
-            credential.account,
-            credential.credential_id,
-            **_about(recipient),
-            key_id=key.key_id,
-        )
+    with transaction.atomic():
+        # The lock serializes a concurrent repeat, which then finds the same key.
+        Credential.objects.select_for_update(no_key=True).get(pk=credential.pk)
+        newest = rows.first()
+        if newest is not None and newest.public_key == public_key:
+            return newest
+        with recorded(grant, P.RECIPIENTS_WRITE, "recipient_key.set", account=credential.account, **_about(recipient)):
+            for pending in rows.filter(applies_at__gt=grant.at):
+                pending.compare_and_swap(withdrawn_at=grant.at)
+            recipient.save()
+            announce(
+                grant,
+                NoticeKind.RECIPIENT_KEY_SET,
+                credential.account,
+                credential.credential_id,
+                **_about(recipient),
+                key_id=key.key_id,
+            )
     return recipient
 
 
