@@ -189,7 +189,10 @@ class ReportedUseRequest(StrictSerializer):
     source = StrictText(max_length=64, allow_blank=True)  # type: ignore[assignment]  # DRF takes fields off the class
     user_agent = StrictText(required=False, default="", max_length=MAX_STORED_LENGTH, allow_blank=True)
     origin = StrictText(required=False, default="", max_length=MAX_STORED_LENGTH, allow_blank=True)
-    outcome = OneOf([UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED])
+    outcome = OneOf(
+        UseOutcome,
+        help_text="A token without `keys:replicate_digests` reports `allowed`, `denied` and `refused` only.",
+    )
     count = StrictInteger(min_value=1, max_value=1_000_000_000)
     first_at = serializers.DateTimeField(default_timezone=UTC)
     last_at = serializers.DateTimeField(default_timezone=UTC)

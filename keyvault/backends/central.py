@@ -8,7 +8,7 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final
@@ -32,12 +32,13 @@ class CentralUnavailableError(DependencyUnavailableError):
 
 
 class CentralRefusedError(Exception):
-    """The service answered with an error. `code` is its error code."""
+    """The service answered with an error. `code` is its error code. `pointers` name what it refused, if it says so."""
 
-    def __init__(self, status: int, code: str) -> None:
+    def __init__(self, status: int, code: str, pointers: Sequence[str] = ()) -> None:
         super().__init__(f"the central service answered {status} {code}")
         self.status = status
         self.code = code
+        self.pointers = pointers
 
 
 class CentralService:
@@ -132,7 +133,12 @@ def _parse(status: int, raw: bytes) -> Any:
         if status >= 500 or not code:
             why = f"it answered {status} {code}"
             raise CentralUnavailableError("The central service is unavailable.", internal=why)
-        raise CentralRefusedError(status, str(code))
+        raise CentralRefusedError(status, str(code), _pointers(body.get("errors")))
     if not isinstance(body, dict):
         raise CentralUnavailableError("The central service gave no answer.", internal="the reply is no JSON object")
     return body
+
+
+def _pointers(errors: Any) -> list[str]:
+    faults = errors if isinstance(errors, list) else []
+    return [str(fault.get("pointer")) for fault in faults if isinstance(fault, dict)]

@@ -56,6 +56,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "the change feed is read again": "change_feed.readable",
         "the central service does not answer yet; requests get verifier_stale": "region.central_unavailable",
         "not ready: peppers cannot be read yet": "region.peppers_unavailable",
+        "the central service refused reported uses; they are dropped": "region.uses_dropped",
         "recorded data could not be sent at exit": "region.not_sent",
         "could not notify this host's processes of a change; they read it from the change feed": "generation.failed",
         "could not wake other hosts; they find the change at their next poll": "change_feed.not_notified",

@@ -15,6 +15,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Change, FeedReader, Key, KeyUse, ServiceToken, UsageReporter, UseContext, Verifier
+from keyvault.models.usage import UseOutcome
 from keyvault.services.change_feed import readers
 from keyvault.services.change_feed.readers import forget_old_readers
 from keyvault.services.change_feed.receipts import find_receipt
@@ -347,6 +348,18 @@ def test_late_copy_of_an_earlier_report_lets_no_later_one_count_again(send: Send
     for number in (1, 2, 1, 2):
         assert report(send, number, [use(key.key_id)], flushed_through=early).status_code == 200
     assert KeyUse.objects.get(key_id=key.key_id).count == 6
+
+
+def test_regional_verifier_reports_every_outcome_that_it_can_note() -> None:
+    """Guarantee: no outcome that a regional verifier notes stops its reports, and exposures are stored as on the host.
+
+    Readers without digests prove no possession: `test_invalid_report_is_refused`.
+    """
+    key, _ = issue(account())
+    region = sender(P.KEYS_REPLICATE, P.KEYS_REPLICATE_DIGESTS)
+    begin(region)
+    assert report(region, 1, [use(key.key_id, outcome=outcome) for outcome in UseOutcome]).status_code == 200
+    assert set(UseContext.objects.filter(key=key).values_list("outcome", flat=True)) == set(UseOutcome)
 
 
 def test_new_uses_under_an_old_number_are_refused(send: Send) -> None:

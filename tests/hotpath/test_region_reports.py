@@ -1,18 +1,69 @@
 """The usage reports of a regional verifier."""
 
 import json
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from keyvault.backends.central import CentralService
+from keyvault.backends.central import CentralRefusedError, CentralService, CentralUnavailableError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.hotpath.adapters.region import CentralSink
-from keyvault.services.usage.recorder import Report
+from keyvault.services.change_feed.readers import OLDEST_USE
+from keyvault.services.usage.recorder import Report, Uses
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Central(CentralService):
+    """Refuses the bodies that name a key of `refused`, and keeps the others."""
+
+    def __init__(self, refused: Mapping[str, str]) -> None:
+        super().__init__("http://192.0.2.1", Plaintext("unused"))
+        self.refused = refused
+        self.stored: list[Mapping[str, Any]] = []
+
+    def post(self, path: str, body: Mapping[str, Any], **options: Any) -> Any:
+        found = [(number, self.refused.get(use["key_id"])) for number, use in enumerate(body["uses"])]
+        if pointers := [pointer.format(number) for number, pointer in found if pointer is not None]:
+            raise CentralRefusedError(400, "request_invalid", pointers)
+        self.stored.append(body)
+
+
+def report_of(*key_ids: str, at: datetime) -> Report:
+    times = at.timestamp(), at.timestamp()
+    rows: Sequence[Uses] = [(key_id, "orders.list", "192.0.2.1", "", "", "allowed", 1, *times) for key_id in key_ids]
+    return Report("reporter", number=7, through=at, is_final=False, counted=[rows], used=set())
+
+
+@pytest.mark.django_db
+def test_uses_that_are_refused_for_good_are_dropped_and_the_others_stored(caplog: pytest.LogCaptureFixture) -> None:
+    """Guarantee: a use that the central service never takes, as of a key that it lacks, does not stop all reports."""
+    central = Central({"b": "/uses/{}/key_id", "d": "/uses/{}/outcome"})
+    assert CentralSink(central, "reader").store(report_of("a", "b", "c", "d", at=datetime.now(UTC)))
+    assert [use["key_id"] for body in central.stored for use in body["uses"]] == ["a", "c"]
+    (line,) = [record for record in caplog.records if "dropped" in record.message]
+    assert line.__dict__["count"] == 2
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("pointer", ["/uses/{}", "/flushed_through", "/uses/7/key_id", "/number"])
+def test_report_that_is_refused_for_its_times_is_kept_whole(pointer: str) -> None:
+    """Guarantee: while the clocks differ no uses are lost; they are sent once the clocks agree."""
+    central = Central({"a": pointer})
+    with pytest.raises(CentralUnavailableError):
+        CentralSink(central, "reader").store(report_of("a", "b", at=datetime.now(UTC)))
+    assert central.stored == []
+
+
+@pytest.mark.django_db
+def test_uses_from_before_a_long_outage_are_reported_with_the_oldest_accepted_time() -> None:
+    """Guarantee: uses older than the central service takes neither stop the reports nor leave a key silent."""
+    central, now = Central({}), datetime.now(UTC)
+    CentralSink(central, "reader").store(report_of("a", at=now - timedelta(days=3)))
+    ((use,),) = [body["uses"] for body in central.stored]
+    assert now - OLDEST_USE < datetime.fromisoformat(use["first_at"]) <= datetime.fromisoformat(use["last_at"]) < now
 
 
 @pytest.mark.django_db

@@ -10,13 +10,14 @@ import base64
 import hashlib
 import json
 import logging
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
 from django.conf import settings
@@ -44,7 +45,7 @@ from keyvault.hotpath.frontends.asyncio_frontend import AsyncStore
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.pending_requests import CUSTOMER, KEY, TOKEN, Found
 from keyvault.models import PepperVersion
-from keyvault.services.change_feed.readers import MAX_NAME_LENGTH, MAX_USES
+from keyvault.services.change_feed.readers import MAX_NAME_LENGTH, MAX_USES, OLDEST_USE
 from keyvault.services.change_feed.remote_follower import RemoteFollower
 from keyvault.services.change_feed.snapshot import MAX_KEYS
 from keyvault.services.limits.limiter import failed_proofs
@@ -70,6 +71,9 @@ _PIECES: Final = 1_000
 
 _PIECE_BYTES: Final = 60_000
 """Maximum size of the uses of one piece as JSON, in bytes. The service reads bodies of 64 KiB."""
+
+_MAX_AGE: Final = OLDEST_USE - timedelta(hours=1)
+"""Maximum age of a use that is sent. The hour is for the difference of the clocks and for the time that pieces take."""
 
 
 class CentralStore(AsyncStore):
@@ -173,8 +177,12 @@ class CentralSink:
         """Do nothing: the first read of the feed registers the reader."""
 
     def store(self, report: Report) -> bool:
-        """Send a report in pieces. Only the last one moves the watermark. Raises CentralUnavailableError."""
-        pieces = _split(_use(row) for rows in report.counted for row in rows)
+        """Send a report in pieces. Only the last one moves the watermark. Raises CentralUnavailableError.
+
+        Uses that the service never takes are dropped, so that they do not block those after them.
+        """
+        oldest = datetime.now(UTC) - _MAX_AGE
+        pieces = _split(_use(row, oldest) for rows in report.counted for row in rows)
         for number, uses in enumerate(pieces):
             is_last = number == len(pieces) - 1
             self._send(
@@ -193,21 +201,29 @@ class CentralSink:
         """Do nothing: no file keeps the uses of a killed process. The silence of keys starts again instead."""
 
     def _send(self, *, number: int, through: datetime, uses: Sequence[dict[str, object]], is_final: bool) -> None:
+        body = {
+            "reader": self._name,
+            "number": number,
+            "flushed_through": format_timestamp(through),
+            "is_final": is_final,
+            "uses": uses,
+            "peppers": load_peppers.newest_versions(),
+        }
         try:
-            self._central.post(
-                "/v1/usage-reports",
-                {
-                    "reader": self._name,
-                    "number": number,
-                    "flushed_through": format_timestamp(through),
-                    "is_final": is_final,
-                    "uses": uses,
-                    "peppers": load_peppers.newest_versions(),
-                },
-            )
+            self._central.post("/v1/usage-reports", body)
         except CentralRefusedError as error:
-            # An unknown reader registers with its next read of the feed. The report is kept until then.
-            raise CentralUnavailableError("The usage report was refused.", internal=str(error)) from error
+            refused = _refused_uses(error)
+            accepted = [use for index, use in enumerate(uses) if index not in refused]
+            if len(accepted) == len(uses):
+                # An unknown reader registers with its next read of the feed. The report is kept until then.
+                raise CentralUnavailableError("The usage report was refused.", internal=str(error)) from error
+            why = ", ".join(error.pointers[:3])
+            _log.warning(
+                "the central service refused reported uses; they are dropped",
+                extra={"count": len(uses) - len(accepted), "why": why},
+            )
+            # A refused report is not stored, so its number is free.
+            self._send(number=number, through=through, uses=accepted, is_final=is_final)
 
 
 class RegionalVerifier(AssembledVerifier):
@@ -380,10 +396,23 @@ def _split(uses: Iterable[dict[str, object]]) -> list[list[dict[str, object]]]:
     return pieces
 
 
-def _use(row: Uses) -> dict[str, object]:
+def _refused_uses(error: CentralRefusedError) -> set[int]:
+    """Return which uses have a member that the service does not take. Their times are no reason: clocks get corrected.
+
+    A report for a wrong clock is refused as a whole.
+    """
+    if "/flushed_through" in error.pointers:
+        return set()
+    found = (re.match("/uses/([0-9]{1,6})/", pointer) for pointer in error.pointers)
+    return {int(match[1]) for match in found if match is not None}
+
+
+def _use(row: Uses, oldest: datetime) -> dict[str, object]:
+    """Return the use as the service takes it. Older times become `oldest`, so that silence never covers the use."""
     key_id, endpoint, source, user_agent, origin, outcome, count, first, last = row
-    times = (datetime.fromtimestamp(at, UTC) for at in (first, last))
-    first_at, last_at = map(format_timestamp, times)
+    times = (max(datetime.fromtimestamp(at, UTC), oldest) for at in (first, last))
+    # Always of the same length: a repeated report has the same pieces.
+    first_at, last_at = (format_timestamp(at, "microseconds") for at in times)
     texts = {"endpoint": endpoint, "source": source, "user_agent": user_agent, "origin": origin}
     return {"key_id": key_id, **texts, "outcome": outcome, "count": count, "first_at": first_at, "last_at": last_at}
 

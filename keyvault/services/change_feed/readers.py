@@ -64,11 +64,14 @@ MAX_CHANGES: Final = 2_000
 MAX_USES: Final = 100
 """Maximum rows of one usage report. Long rows fill a body of 64 KiB sooner."""
 
+OLDEST_USE: Final = timedelta(days=1)
+"""Maximum age of a reported use."""
+
+_WITHOUT_DIGESTS: Final = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED)
+"""Outcomes that every reader reports. Exposures take proof of possession, and probes an entry point for tokens."""
+
 _FORGOTTEN_AFTER: Final = timedelta(hours=1)
 """Time after which a silent reader is deleted. It then starts again."""
-
-_OLDEST_USE: Final = timedelta(days=1)
-"""Maximum age of a reported use."""
 
 _CONFIRM_SECONDS: Final = 1.0
 _CONFIRM_PAUSE_SECONDS: Final = 0.02
@@ -176,7 +179,8 @@ def report_usage(service: Service, name: str, report: UsageReport, now: datetime
     """Store a report; a repeated number adds nothing. Return the reader's id.
 
     Raises CursorExpiredError for an unknown reader, StateConflictError for new uses under an old number, and
-    RequestInvalidError for a key outside the token's scope or a time that the clocks of reader and server do not allow.
+    RequestInvalidError for a key outside the token's scope, an outcome that takes a proof of possession which the
+    reader cannot check, or a time that the clocks of reader and server do not allow.
     """
     reader_id = _id_of(service, name)
     if not FeedReader.objects.filter(pk=reader_id).exists():
@@ -187,7 +191,7 @@ def report_usage(service: Service, name: str, report: UsageReport, now: datetime
         raise StateConflictError(
             f"An earlier report has the number {report.number}. Give each process a reader name of its own."
         )
-    faults = [*_time_faults(report, now), *_key_faults(service, report.uses)]
+    faults = [*_time_faults(report, now), *_key_faults(service, report.uses), *_outcome_faults(service, report.uses)]
     if faults:
         raise RequestInvalidError("The usage report is invalid.", faults)
     uses = [_row_of(service, use) for use in report.uses]
@@ -345,10 +349,10 @@ def _time_faults(report: UsageReport, now: datetime) -> Iterable[Fault]:
     if report.flushed_through > latest:
         yield Fault("/flushed_through", f"is later than the server's time, {format_timestamp(now)}; correct the clock")
     for number, use in enumerate(report.uses):
-        if not now - _OLDEST_USE <= use.first_at <= use.last_at <= latest:
+        if not now - OLDEST_USE <= use.first_at <= use.last_at <= latest:
             yield Fault(
                 f"/uses/{number}",
-                f"first_at and last_at must be in this order, within {_OLDEST_USE.days} day before now",
+                f"first_at and last_at must be in this order, within {OLDEST_USE.days} day before now",
             )
 
 
@@ -359,6 +363,14 @@ def _key_faults(service: Service, uses: Sequence[ReportedUse]) -> Iterable[Fault
     for number, use in enumerate(uses):
         if use.key_id not in known:
             yield Fault(f"/uses/{number}/key_id", "there is no such key within the token's scope")
+
+
+def _outcome_faults(service: Service, uses: Sequence[ReportedUse]) -> Iterable[Fault]:
+    if Permission.KEYS_REPLICATE_DIGESTS in service.permissions:
+        return
+    for number, use in enumerate(uses):
+        if use.outcome not in _WITHOUT_DIGESTS:
+            yield Fault(f"/uses/{number}/outcome", f"only a token with keys:replicate_digests reports {use.outcome}")
 
 
 def _row_of(service: Service, use: ReportedUse) -> Uses:
