@@ -17,6 +17,7 @@ from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.keystring import parse_keystring
 from keyvault.management.commands.run import _demo_curl, _prepare_sign_ins
+from keyvault.management.service import lock_data_folder
 from keyvault.models import AuditEntry, BreakGlass, Credential, IssuanceRequest, Merchant, Operator, ServiceToken
 from keyvault.services.change_feed import receipts
 from keyvault.services.operators.operators import disable_operator
@@ -97,6 +98,16 @@ def test_demo_in_a_single_environment_process_stays_in_that_environment(served: 
         assert curl == "(no key was issued: the demo needs the sandbox, and KEYVAULT_ENVIRONMENTS is production)"
         assert not IssuanceRequest.objects.exists()
         assert not ServiceToken.objects.exists()
+
+
+def test_seed_demo_beside_a_running_service_names_its_port(
+    seeded: Any, monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("KEYVAULT_ORIGIN", raising=False)
+    settings.DATA_DIR = tmp_path
+    with lock_data_folder(8123):
+        urls = [place["base_url"] for place in run("seed_demo")["environments"]]
+    assert urls == ["http://127.0.0.1:8123/sandbox", "http://127.0.0.1:8123/production"]
 
 
 def test_issue_key_reveals_only_when_asked(seeded: Any) -> None:

@@ -101,7 +101,7 @@ class Command(BaseCommand):
             "",
             f"  console       {to_domain(origin)}/admin/",
             f"  service plane {origin}/v1/",
-            *(f"  {name:<13} {url}" for name, url in _base_urls(seeded, origin)),
+            *(f"  {place['name']:<13} {place['base_url']}" for place in seeded["environments"]),
             f"  merchants     {merchants}",
             "",
             "Demo operators: password, TOTP secret, roles (new at each start, shown only here):",
@@ -183,9 +183,3 @@ def _curl(port: int, token: Plaintext, key: Plaintext) -> str:
             *("-d", json.dumps(body)),
         ]
     )
-
-
-def _base_urls(seeded: Mapping[str, Any], origin: str) -> list[tuple[str, str]]:
-    """Return the base URLs that the server uses. Its origin has the port; the origin of this process does not."""
-    environments = seeded["environments"]
-    return [(place["name"], place["base_url"].replace(settings.ORIGIN, origin, 1)) for place in environments]

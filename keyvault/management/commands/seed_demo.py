@@ -4,6 +4,7 @@ A demo database is one whose first operators are the demo's. Each of them has a 
 and an operator keeps its person.
 """
 
+import os
 from collections.abc import Mapping
 from io import StringIO
 from typing import Any
@@ -18,6 +19,7 @@ from keyvault.access.roles import Role
 from keyvault.access.scopes import EVERYWHERE
 from keyvault.domain.errors import StateConflictError
 from keyvault.management.json_command import JsonCommand
+from keyvault.management.service import find_running_origin
 from keyvault.models import Merchant, Operator
 from keyvault.services.catalog.base_urls import BASE_URLS
 from keyvault.services.merchants.merchants import create_merchant
@@ -76,8 +78,15 @@ class Command(JsonCommand):
                 {"username": operator.username, "roles": sorted(operator.roles)} for operator in list_demo_operators()
             ],
             "environments": [
-                {"name": name.value, "base_url": url}
+                {"name": name.value, "base_url": url.replace(settings.ORIGIN, _origin(), 1)}
                 for name, url in BASE_URLS.items()
                 if name in settings.ENVIRONMENTS
             ],
         }
+
+
+def _origin() -> str:
+    """Return the origin of the server. Only `manage.py run` knows its port."""
+    running = None if os.environ.get("KEYVAULT_ORIGIN") else find_running_origin()
+    origin: str = running or settings.ORIGIN
+    return origin
