@@ -17,6 +17,7 @@ from keyvault.services.usage.recorder import UsageLog
 from rotation.api import rotations
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
+from rotation.services.rotations.interventions import acknowledge
 from rotation.services.rotations.reports import get_rotation
 from tests.factories import grant, issue, make_token, the_operator
 from tests.rotation import scene
@@ -126,12 +127,11 @@ def test_acknowledgement_that_meets_another_one_is_repeated(
     advance_rotation(rotation.rotation_id)
     replacement = get_rotation(rotation.rotation_id).replacement
     assert replacement is not None
-    real = rotations.acknowledge
 
     def meet(grant: Grant, found: Rotation) -> None:
-        monkeypatch.setattr(rotations, "acknowledge", real)
-        real(grant, get_rotation(found.rotation_id))
-        real(grant, found)
+        monkeypatch.setattr(rotations, "acknowledge", acknowledge)
+        acknowledge(grant, get_rotation(found.rotation_id))
+        acknowledge(grant, found)
 
     monkeypatch.setattr(rotations, "acknowledge", meet)
     response = client.post(URL, content_type=JSON, headers={"X-Api-Key": read_string(replacement).reveal()})

@@ -24,6 +24,7 @@ from keyvault.services.keys.recipient_keys import (
     set_recipient_key,
     withdraw_recipient_key,
 )
+from keyvault.services.limits.limiter import spend_repeat
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation
@@ -258,10 +259,10 @@ def test_recipient_key_that_is_sent_twice_at_once_is_set_once(ask: Ask, monkeypa
     """In production a second row would withdraw the first and restart its delay."""
     _, key = issue(account())
     _, public_key = new_recipient()
-    answers, real = [], recipient_keys.spend_repeat
+    answers = []
 
     def meet(*_: object) -> None:
-        monkeypatch.setattr(recipient_keys, "spend_repeat", real)
+        monkeypatch.setattr(recipient_keys, "spend_repeat", spend_repeat)
         answers.append(set_key(ask, key, public_key))
 
     monkeypatch.setattr(recipient_keys, "spend_repeat", meet)
