@@ -222,6 +222,22 @@ GUARDS = (
         f"{_SILENCE_TESTS}::test_silence_counts_only_while_the_replacement_carries_the_traffic",
     ),
     Guard(
+        "copy-older-destroyed",
+        "rotation/services/rotations/side_effects.py",
+        "        self._forget_older(key, version)\n        return version",
+        "        return version",
+        "A replacement that is written again has one copy, which its row names.",
+        f"{_COPY_TESTS}::test_replacement_written_again_by_a_killed_worker_has_one_copy",
+    ),
+    Guard(
+        "copy-settled-before-a-stall",
+        "rotation/services/rotations/engine.py",
+        "            elif step.to is S.STALLED:\n                effects.settle_delivery(grant, rotation)\n",
+        "",
+        "The row of a replacement names its copy also where a person's act stalls the rotation.",
+        f"{_COPY_TESTS}::test_replacement_written_again_by_a_killed_worker_has_one_copy",
+    ),
+    Guard(
         "tripwire-known-source",
         "keyvault/services/usage/reports.py",
         "UseAttempts(max(tried, default=None), known_at)",
@@ -290,7 +306,7 @@ GUARDS = (
     Guard(
         "tripwire-once",
         _STATES,
-        "and not facts.was_reinstated\n",
+        "and not was_reinstated\n",
         "\n",
         "An attempt in quarantine reinstates the predecessor once.",
         f"{_TRIPWIRE_TESTS}::test_predecessor_is_reinstated_once",
