@@ -189,7 +189,8 @@ def review_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
         done.extend(_approve_together(request, reviewed))
         return ActionResult(_title_outcome(len(done)))
 
-    outcome_url = reverse("admin:approvals_outcome")
+    # The digest that the form sends: the rows have changed when it is sent again.
+    outcome_url = f"{reverse('admin:approvals_outcome')}?{urlencode({'digest': request.POST.get(_COMBINED, '')})}"
     try:
         create_once(request, "approvals", approve, lambda _: outcome_url)
     except KeyvaultError as refused:
@@ -313,13 +314,14 @@ def _refused_table(reviewed: Sequence[ReviewedRow]) -> Table:
 
 
 def outcome_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
-    """Name every row of the operator's last approval with what happens next."""
-    outcome = request.session.get(_SESSION_OUTCOME, {"combined_digest": "", "rows": []})
-    rows = [[link(url, name), message] for url, name, message in outcome["rows"]]
+    """Name every row of the approval with what happens next, if it is the last one of this session."""
+    outcome = request.session.get(_SESSION_OUTCOME, {})
+    is_this = outcome.get("combined_digest") == request.GET.get("digest")
+    rows = [[link(url, name), message] for url, name, message in outcome["rows"]] if is_this and outcome else []
     digest = format_html("combined digest {}", mono(outcome["combined_digest"])) if rows else ""
-    empty = "Nothing in this session. Requests that you approve together appear here."
+    empty = "This is not the last approval of this session. The page of each request says whether it is approved."
     context = {
-        "title": _title_outcome(len(rows)),
+        "title": _title_outcome(len(rows)) if rows else "Approved together",
         "crumbs": [_back()],
         "section": Table("Approved", ["request", "what happens next"], rows, empty, digest),
         "back": _back(),

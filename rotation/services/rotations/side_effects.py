@@ -38,6 +38,7 @@ from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.pending_copies import PendingCopy, find_pending, forget_pending, keep_pending
 from keyvault.services.secrets.stored_copies import (
+    ForeignWriterError,
     destroy_string,
     find_stored,
     forget_string,
@@ -153,7 +154,7 @@ class Effects:
         recipient = _recipient_of(rotation)
         handover = self._sealed(rotation, recipient, held.text if held is not None else None)
         try:
-            if held is None and list_pending(rotation, key).exists() and (pending := find_pending(key)) is not None:
+            if held is None and _is_pending(rotation, key) and (pending := find_pending(key)) is not None:
                 held = _HeldKey(key.key_id, pending.text, pending.after)
                 handover = self._sealed(rotation, recipient, held.text)
             version = self._deploy(rotation, key, held)
@@ -170,9 +171,9 @@ class Effects:
             version = None
         except KeyvaultError as error:
             self._fail(entry, error.internal or error.detail, grant.at)
-            if held is None or not isinstance(error, BackendConflictError):
+            if held is None or entry.started_at < grant.at or not isinstance(error, BackendConflictError):
                 raise
-            # A version was written since the key was staged, so no later turn can write this one.
+            # A version was written since the key was staged, so no later turn can write this one. It was never sent.
             self._stage(grant, rotation)
             return
         if version is None and handover is None:
@@ -216,18 +217,16 @@ class Effects:
                 version = store_string(key, text, purpose=rotation.rotation_id, fence=self._fence)
             except BackendMissingError:
                 return key.backend_version  # Collected and then destroyed: the merchant has it.
-        self._forget_older(key, version)
+        if version != key.backend_version:
+            # The older copy is destroyed before its version number is overwritten. A retry may find it destroyed.
+            forget_string(key, fence=self._fence)
         return version
 
-    def _forget_older(self, key: Key, version: int) -> None:
-        """Destroy the older copy of a key before its version number is overwritten. A retry may find it destroyed."""
-        if version != key.backend_version:
-            forget_string(key, fence=self._fence)
-
     def settle_delivery(self, grant: Grant, rotation: Rotation) -> None:
-        """Record a copy whose writer died, before the rotation stalls. If the backend is down, a later step does."""
+        """Record a copy whose writer died, before the rotation stalls. If the backend fails, a later step does."""
         if rotation.state == S.PUBLISHING and has_unsettled_delivery(rotation):
-            with suppress(DependencyUnavailableError):
+            # The stall needs only the database, and names its own reason.
+            with suppress(DependencyUnavailableError, BackendError, ForeignWriterError):
                 if (stored := find_stored(rotation.credential)) is not None:
                     self._note_found(grant, rotation, stored)
 
@@ -278,7 +277,8 @@ class Effects:
                 predecessor, text, purpose=rotation.rotation_id, after=version, again=True, fence=self._fence
             )
         if version != predecessor.backend_version:
-            self._forget_older(predecessor, version)
+            # The older copy is destroyed before its version number is overwritten.
+            forget_string(predecessor, fence=self._fence)
             self._note(grant, rotation, predecessor, version)
         return f"the predecessor is version {version}"
 
@@ -287,7 +287,7 @@ class Effects:
         key_id, replacement = stored.labels.get("key_id"), rotation.replacement
         key = replacement if replacement is not None and replacement.key_id == key_id else get_key(key_id or "")
         if key is not None and key.credential_id == rotation.credential_id and key.backend_version != stored.version:
-            self._forget_older(key, stored.version)
+            forget_string(key, fence=self._fence)
             self._note(grant, rotation, key, stored.version)
 
     def _note_written_back(self, grant: Grant, rotation: Rotation) -> None:
@@ -343,6 +343,12 @@ class Effects:
 
     def _finish_deliveries(self, rotation: Rotation, detail: str) -> None:
         _open_deliveries(rotation).update(state=LedgerState.DONE, finished_at=self.clock(), detail=detail)
+
+
+def _is_pending(rotation: Rotation, key: Key) -> bool:
+    """Whether a key that was never delivered may have a pending copy. That of a delivered key only awaits erasure."""
+    delivered = rotation.evidence.filter(kind=EvidenceKind.DELIVERED, seen__key_id=key.key_id)
+    return list_pending(rotation, key).exists() and not delivered.exists()
 
 
 def list_pending(rotation: Rotation, key: Key) -> QuerySet[LedgerEntry]:

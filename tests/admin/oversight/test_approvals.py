@@ -87,11 +87,15 @@ def test_approvals_together_are_each_recorded_under_one_digest(desk: Desk) -> No
     assert text_of(shown).count(combined) == 2
     for _ in range(2):  # A double click, or the form sent again from the browser's history, leads to the same outcome.
         answer = submit(client, shown)
-        assert (answer.status_code, answer.get("Location")) == (302, address("approvals_outcome"))
-        outcome = text_of(client.get(address("approvals_outcome")))
+        place = f"{address('approvals_outcome')}?digest={combined}"
+        assert (answer.status_code, answer.get("Location")) == (302, place)
+        outcome = text_of(client.get(place))
         assert "3 requests approved" in outcome
         assert combined in outcome
         assert f'<a href="{address("rotation_rotation_change", rotation.pk)}">' in outcome
+    elsewhere = text_of(browser(desk.approver).get(place))
+    assert "Approved together" in elsewhere
+    assert "0 requests" not in elsewhere, "a form that is sent again in another session does not deny the approval"
     assert {state_of(first), state_of(second)} == {IssuanceState.APPROVED}
     assert state_of(rotation) == RotationState.SCHEDULED
     for row in (first, second, rotation):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from keyvault.access.permissions import Permission as P
-from keyvault.backends.base import Mount
+from keyvault.backends.base import BackendUnavailableError, Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyState
@@ -93,6 +93,48 @@ def test_pending_copy_whose_version_another_client_wrote_meanwhile_is_made_again
     assert stored.labels["key_id"] == rotation.replacement_id
     forget_due(clock())
     assert pending_paths() == []
+
+
+def test_pending_copy_that_could_not_be_erased_never_ends_the_key_that_was_delivered(
+    staged: Rotation, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rollback the predecessor has its version. Once the predecessor is dead, it is the only good key."""
+    monkeypatch.setattr(LocalKeystore, "forget", unavailable)
+    accept()
+    rotation = advance(staged, clock)
+    assert rotation.state == S.AWAITING_PROOF
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    abort_rotation(grant, rotation, "a bad day")
+    advance(rotation, clock, 3)
+    revoke(rotation.predecessor, clock)
+    rotation = advance(rotation, clock, 61)
+    assert rotation.replacement is not None
+    assert (rotation.replacement_id, rotation.replacement.state) == (staged.replacement_id, KeyState.ACTIVE)
+    stored = find_stored(rotation.credential)
+    assert stored is not None
+    assert stored.labels["key_id"] == rotation.replacement_id
+
+
+def test_pending_copy_whose_write_may_have_been_read_is_not_made_again(
+    staged: Rotation, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merchant may have the key from a write without a reply, although the version is gone since."""
+    place = MOUNT[staged.credential.environment], staged.credential.backend_path
+    put = LocalKeystore.put
+
+    def lose_reply(*args: Any, **named: Any) -> int:
+        version = put(*args, **named)
+        secret_backend().soft_delete(*place, version)
+        raise BackendUnavailableError("no answer in time", may_be_applied=True)
+
+    accept()
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "put", lose_reply)
+        advance(staged, clock)
+    for _ in range(3):
+        rotation = advance(staged, clock, 60)
+    assert rotation.replacement is not None
+    assert (rotation.replacement_id, rotation.replacement.state) == (staged.replacement_id, KeyState.ACTIVE)
 
 
 def test_pending_copy_is_needed_only_while_a_verifier_is_awaited(clock: Clock, verifier: UsageLog) -> None:
