@@ -121,7 +121,7 @@ def test_acknowledgement_with_malformed_credentials_is_refused(client: Client, t
 def test_acknowledgement_that_meets_another_one_is_repeated(
     client: Client, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The contract calls it repeatable, so two processes of a merchant may send it at once."""
+    """The contract calls it repeatable, so two processes of a merchant may send it concurrently."""
     key, _ = issue(find_account("acme", Environment.SANDBOX))
     rotation = scene.rotate(key.credential, datetime.now(UTC))
     advance_rotation(rotation.rotation_id)

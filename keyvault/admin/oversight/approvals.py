@@ -181,7 +181,8 @@ def review_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
         return _review_page(site, request, reviewed)
     if error := refuse_step_up(request):
         return _review_page(site, request, reviewed, error=error)
-    combined_digest, done = _combine(reviewed), list[str]()
+    # The digest that the form sent: the rows have changed when the form is sent again.
+    combined_digest, done = request.POST.get(_COMBINED, ""), list[str]()
 
     def approve() -> ActionResult:
         if error := _find_change(request, reviewed):
@@ -189,8 +190,7 @@ def review_view(site: AdminSite, request: HttpRequest) -> HttpResponse:
         done.extend(_approve_together(request, reviewed))
         return ActionResult(_title_outcome(len(done)))
 
-    # The digest that the form sends: the rows have changed when it is sent again.
-    outcome_url = f"{reverse('admin:approvals_outcome')}?{urlencode({'digest': request.POST.get(_COMBINED, '')})}"
+    outcome_url = f"{reverse('admin:approvals_outcome')}?{urlencode({'digest': combined_digest})}"
     try:
         create_once(request, "approvals", approve, lambda _: outcome_url)
     except KeyvaultError as refused:

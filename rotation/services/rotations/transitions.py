@@ -258,7 +258,7 @@ def _describe_attempts(attempts: Iterable[UseAttempt]) -> list[JsonValue]:
 
 
 def _note_attempts(grant: Grant, rotation: Rotation, facts: Facts, key_id: str, tried_at: datetime | None) -> None:
-    """Note who tried the key in its quarantine, or that nobody did, as evidence for its revocation."""
+    """Note the attempts to use the key in its quarantine, or that there were none, as evidence for its revocation."""
     seen = silence_seen(key_id, facts, facts.plan.quarantine_seconds, tried_at)
     seen["attempts"] = _cite_attempts(rotation)
     note_evidence(rotation, EvidenceKind.TRIED if seen["attempts"] else EvidenceKind.UNTRIED, seen, grant.at)

@@ -116,7 +116,7 @@ def test_replacement_tried_in_its_quarantine_delays_the_end(clock: Clock, verifi
     assert wait(rotation, clock, verifier, 3).state == S.ROLLING_BACK
     rotation = wait(rotation, clock, verifier, 6)
     assert rotation.state == S.ROLLED_BACK
-    assert rotation.evidence.get(kind="tried").seen["attempts"], "the evidence does not claim that nobody tried it"
+    assert rotation.evidence.get(kind="tried").seen["attempts"], "the evidence names the attempt"
 
 
 def test_abort_while_rolling_back_or_revoking_is_refused(clock: Clock, verifier: UsageLog) -> None:
