@@ -91,10 +91,11 @@ def parse_master_key(text: str) -> bytes:
 class LocalKeystore:
     """A `SecretBackend` on this machine's disk; safe for threads and processes.
 
-    Raises ImproperlyConfigured when the master key is missing or is not the one that sealed the data.
+    `unwrap` returns the key itself of a text that may be wrapped. Raises ImproperlyConfigured when the master key is
+    missing or is not the one that sealed the data, and the errors of `unwrap`.
     """
 
-    def __init__(self, folder: Path, master_key_text: str = "") -> None:
+    def __init__(self, folder: Path, master_key_text: str = "", unwrap: Callable[[str], str] = str) -> None:
         self._file = folder / KEYSTORE_NAME
         # Connecting never creates the file: a keystore that disappeared is an outage, not an empty keystore.
         self._uri = f"{self._file.absolute().as_uri()}?mode=rw"
@@ -112,7 +113,7 @@ class LocalKeystore:
                     "run again: manage.py rotate_master_key"
                 )
         text = master_key_text or read_or_make_master_key(folder / "master.key", may_make=check is None)
-        self._cipher = AESGCM(parse_master_key(text))
+        self._cipher = AESGCM(parse_master_key(unwrap(text)))
         self._check_master_key(check)
 
     # --- SecretBackend ------------------------------------------------------------------------------------

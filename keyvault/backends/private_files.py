@@ -6,7 +6,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -50,13 +50,18 @@ def find_recent_secret(path: Path, max_age_seconds: float) -> str | None:
     return read_private_file(path)
 
 
-def read_or_make_master_key(path: Path, *, may_make: bool) -> str:
-    """Return 32 random bytes in base64, created only if `may_make`: never for data that another key sealed.
+def new_master_key() -> str:
+    """Return 32 random bytes in base64."""
+    return base64.b64encode(secrets.token_bytes(32)).decode()
+
+
+def read_or_make_master_key(path: Path, *, may_make: bool, make: Callable[[], str] = new_master_key) -> str:
+    """Return the key of a file, created only if `may_make`: never for data that another key sealed.
 
     Raises ImproperlyConfigured when users other than the owner can read the file, or when it is missing.
     """
     if may_make and not path.exists():
-        _make_once(path, base64.b64encode(secrets.token_bytes(32)).decode())
+        _make_once(path, make())
     return read_private_file(path)
 
 

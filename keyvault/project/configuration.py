@@ -337,8 +337,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_MASTER_KEY",
         "",
-        "Master key of the local keystore, 32 bytes in base64. Unset: `master.key` in the data folder, "
-        "created at the first run and readable by its owner only.",
+        "Master key of the local keystore: 32 bytes in base64, or such a key wrapped by the Vault's Transit engine, "
+        "`vault:v…`. Unset: `master.key` in the data folder, created at the first run and readable by its owner only.",
         is_secret=True,
     ),
     Setting(

@@ -84,7 +84,7 @@ def test_bootstrap_vault_ignores_a_token_in_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("host", "count"), [("web", 3 * 2 + 2), ("worker", 8 * 2 + 2), ("setup", 2 * 3 + 1), ("all", 22)]
+    ("host", "count"), [("web", 3 * 2 + 2), ("worker", 8 * 2 + 2), ("setup", 2 * 3 + 1), ("all", 22), ("keystore", 1)]
 )
 def test_bootstrap_vault_creates_the_logins_of_a_host_kind(
     fresh: Layout, token_file: Path, tmp_path: Path, host: str, count: int

@@ -6,7 +6,7 @@ breaker   circuit breaker for a server that does not answer
 logins    authentication by AppRole, Kubernetes or a token file
 client    one authenticated client per role: renews its token, counts its calls
 kv        the `SecretBackend`: versioned secrets (KV version 2)
-transit   signatures with a key that never leaves the server
+transit   signatures, and the wrapped master key of a local keystore, with keys that never leave the server
 
 For administration of a server:
 

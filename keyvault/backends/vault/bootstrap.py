@@ -23,6 +23,7 @@ from keyvault.backends.vault.layout import (
     MERCHANT_POLICY,
     SIGNING_KEY,
     TRANSIT_ENGINES,
+    WRAPPING_KEY,
     Layout,
     SecretsEngine,
     VaultRole,
@@ -89,6 +90,7 @@ def bootstrap(
         run.ensure_key(SecretsEngine.ANCHOR, scope, SIGNING_KEY, "ed25519")
         if scope in scopes_of(SecretsEngine.FACTORS):
             run.ensure_key(SecretsEngine.FACTORS, scope, ENCRYPTION_KEY, "aes256-gcm96")
+            run.ensure_key(SecretsEngine.WRAPPING, scope, WRAPPING_KEY, "aes256-gcm96")
     for scope in scopes:
         if scope in scopes_of(SecretsEngine.KEYS):
             run.ensure_policy(layout.policy(MERCHANT_POLICY, scope), policy_text(layout, MERCHANT_POLICY, scope))

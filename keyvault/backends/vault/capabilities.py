@@ -16,6 +16,7 @@ from keyvault.backends.vault.layout import (
     REVOCATIONS_PATH,
     SCOPES,
     SIGNING_KEY,
+    WRAPPING_KEY,
     Layout,
     SecretsEngine,
     VaultRole,
@@ -24,12 +25,13 @@ from keyvault.backends.vault.layout import (
 
 ROLES_OF_HOST: Final[Mapping[str, frozenset[VaultRole]]] = {
     "web": frozenset({VaultRole.LOOKUP, VaultRole.ISSUER, VaultRole.READER, VaultRole.FACTORS}),
-    "worker": frozenset(VaultRole) - {VaultRole.KEEPER, VaultRole.FACTORS},
+    "worker": frozenset(VaultRole) - {VaultRole.KEEPER, VaultRole.FACTORS, VaultRole.UNWRAPPER},
     "setup": frozenset({VaultRole.LOOKUP, VaultRole.KEEPER, VaultRole.FACTORS}),
-    "all": frozenset(VaultRole),
+    "all": frozenset(VaultRole) - {VaultRole.UNWRAPPER},
+    "keystore": frozenset({VaultRole.UNWRAPPER}),
 }
 """`web` serves requests, `worker` runs Celery's worker and beat, `setup` runs setup, and the commands for peppers and
-operators."""
+operators; `all` does all of it. `keystore` has a local keystore instead, with a wrapped master key."""
 
 _OWN: Final[Mapping[VaultRole, Mapping[str, str]]] = {
     VaultRole.ISSUER: {"data": "create update"},
@@ -42,6 +44,7 @@ _OWN: Final[Mapping[VaultRole, Mapping[str, str]]] = {
     VaultRole.KEEPER: {"data": "create update", "destroy": "update"},
     VaultRole.ANCHOR: {"sign": "update"},
     VaultRole.FACTORS: {"encrypt": "update", "decrypt": "update"},
+    VaultRole.UNWRAPPER: {"decrypt": "update", "new wrapped": "update"},
 }
 """Capabilities by kind of path in the role's own mount."""
 
@@ -111,6 +114,15 @@ def _mount_paths(layout: Layout, engine: SecretsEngine, scope: str) -> Iterator[
         yield "keys", f"{mount}/keys/{ENCRYPTION_KEY}"
         yield "change", f"{mount}/keys/{ENCRYPTION_KEY}/config"
         yield "take out", f"{mount}/export/encryption-key/{ENCRYPTION_KEY}"
+        return
+    if engine is SecretsEngine.WRAPPING:
+        yield "encrypt", f"{mount}/encrypt/{WRAPPING_KEY}"
+        yield "decrypt", f"{mount}/decrypt/{WRAPPING_KEY}"
+        yield "new wrapped", f"{mount}/datakey/wrapped/{WRAPPING_KEY}"
+        yield "new readable", f"{mount}/datakey/plaintext/{WRAPPING_KEY}"
+        yield "keys", f"{mount}/keys/{WRAPPING_KEY}"
+        yield "change", f"{mount}/keys/{WRAPPING_KEY}/config"
+        yield "take out", f"{mount}/export/encryption-key/{WRAPPING_KEY}"
         return
     place = {SecretsEngine.PEPPERS: PEPPER_PATH, SecretsEngine.EVIDENCE: CHECKPOINT_PATH}.get(engine, "0/probe")
     for kind in _KV_KINDS:

@@ -25,7 +25,15 @@ from keyvault.backends.base import (
 from keyvault.backends.vault.bootstrap import APPROLE, KEPT_VERSIONS, read_path, secrets_options
 from keyvault.backends.vault.capabilities import list_deviations, list_hosts, wanted_capabilities
 from keyvault.backends.vault.client import VaultServer, open_client
-from keyvault.backends.vault.layout import ENCRYPTION_KEY, PEPPER_PATH, SIGNING_KEY, Layout, SecretsEngine, VaultRole
+from keyvault.backends.vault.layout import (
+    ENCRYPTION_KEY,
+    PEPPER_PATH,
+    SIGNING_KEY,
+    WRAPPING_KEY,
+    Layout,
+    SecretsEngine,
+    VaultRole,
+)
 from keyvault.backends.vault.logins import Login
 from keyvault.backends.vault.remediation import (
     BOOTSTRAP,
@@ -191,7 +199,10 @@ class Diagnosis:
             self._check_peppers(client, scope)
             self._check_signing(client, scope)
         elif role is VaultRole.FACTORS:
-            self._check_encryption(client, scope)
+            # A login may encrypt, and not read the key.
+            self._check_encryption(client, SecretsEngine.FACTORS, scope, f"encrypt/{ENCRYPTION_KEY}")
+        elif role is VaultRole.UNWRAPPER:
+            self._check_encryption(client, SecretsEngine.WRAPPING, scope, f"datakey/wrapped/{WRAPPING_KEY}")
 
     def _check_capabilities(self, client: hvac.Client, name: str, role: VaultRole, scope: str) -> None:
         wanted = wanted_capabilities(self.layout, role, scope)
@@ -246,13 +257,13 @@ class Diagnosis:
         elif key["deletion_allowed"]:
             self._find(mount, f"The signing key {SIGNING_KEY} may be deleted.", repair_advice("it"))
 
-    def _check_encryption(self, client: hvac.Client, scope: str) -> None:
-        """Encrypt a byte: the login may not read the key."""
-        mount = self.layout.mount(SecretsEngine.FACTORS, scope)
+    def _check_encryption(self, client: hvac.Client, engine: SecretsEngine, scope: str, use: str) -> None:
+        """Use the encryption key once, on one byte or a new data key."""
+        mount = self.layout.mount(engine, scope)
         try:
-            _write(client, f"{mount}/encrypt/{ENCRYPTION_KEY}", {"plaintext": "AA=="})
+            _write(client, f"{mount}/{use}", {"plaintext": "AA=="})
         except BackendInvalidError:
-            self._find(mount, f"The encryption key {ENCRYPTION_KEY} is missing.", repair_advice("it"))
+            self._find(mount, f"The encryption key {use.rpartition('/')[2]} is missing.", repair_advice("it"))
         except (BackendMissingError, BackendDeniedError) as error:
             self._report_mount(mount, error)
 

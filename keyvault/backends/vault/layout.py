@@ -19,6 +19,9 @@ SIGNING_KEY = "audit"
 ENCRYPTION_KEY = "seeds"
 """Name of the key that encrypts the seeds of operators' second factors: AES-256-GCM, not exportable."""
 
+WRAPPING_KEY = "master"
+"""Name of the key that wraps the master key of a local keystore: AES-256-GCM, not exportable."""
+
 PEPPER_PATH = "hmac"
 CHECKPOINT_PATH = "checkpoint"
 """Path of the newest checkpoint's number and digest in each mount of evidence."""
@@ -27,10 +30,11 @@ REVOCATIONS_PATH = "revocations"
 
 
 class SecretsEngine(StrEnum):
-    """Kinds of mount: one of each per scope. Only the environments have `keys`, and only scope `service` has `factors`.
+    """Kinds of mount: one of each per scope. Only the environments have `keys`, and only scope `service` the last two.
 
     `anchor` signs audit checkpoints. `evidence` holds the number and digest of the newest one, and the revocations.
-    `factors` encrypts the seeds of operators' second factors.
+    `factors` encrypts the seeds of operators' second factors. `wrapping` wraps the master key of a local keystore, for
+    an installation whose secret backend is not the Vault.
     """
 
     KEYS = "keys"
@@ -38,9 +42,10 @@ class SecretsEngine(StrEnum):
     ANCHOR = "anchor"
     EVIDENCE = "evidence"
     FACTORS = "factors"
+    WRAPPING = "wrapping"
 
 
-TRANSIT_ENGINES = frozenset({SecretsEngine.ANCHOR, SecretsEngine.FACTORS})
+TRANSIT_ENGINES = frozenset({SecretsEngine.ANCHOR, SecretsEngine.FACTORS, SecretsEngine.WRAPPING})
 """Mounts of keys that never leave the server; the others are KV version 2."""
 
 
@@ -57,6 +62,7 @@ class VaultRole(StrEnum):
     KEEPER = "keeper"
     ANCHOR = "anchor"
     FACTORS = "factors"
+    UNWRAPPER = "unwrapper"
 
 
 ENGINE_OF: dict[VaultRole, SecretsEngine] = {
@@ -70,6 +76,7 @@ ENGINE_OF: dict[VaultRole, SecretsEngine] = {
     VaultRole.KEEPER: SecretsEngine.PEPPERS,
     VaultRole.ANCHOR: SecretsEngine.ANCHOR,
     VaultRole.FACTORS: SecretsEngine.FACTORS,
+    VaultRole.UNWRAPPER: SecretsEngine.WRAPPING,
 }
 
 MERCHANT_POLICY = "merchant"
@@ -77,7 +84,7 @@ MERCHANT_POLICY = "merchant"
 
 
 def scopes_of(engine: SecretsEngine) -> tuple[str, ...]:
-    if engine is SecretsEngine.FACTORS:
+    if engine in {SecretsEngine.FACTORS, SecretsEngine.WRAPPING}:
         return (PepperSet.SERVICE.value,)
     return tuple(scope for scope in SCOPES if engine is not SecretsEngine.KEYS or scope != PepperSet.SERVICE)
 

@@ -114,7 +114,9 @@ class Command(JsonCommand):
 
 
 def _make_logins(admin: hvac.Client, folder: Path, options: Mapping[str, Any]) -> list[str]:
-    roles = {VaultRole(role) for role in options["role"] or VaultRole} & ROLES_OF_HOST[options["host"] or "all"]
+    roles = {VaultRole(role) for role in options["role"] or ROLES_OF_HOST[options["host"] or "all"]}
+    if options["host"]:
+        roles &= ROLES_OF_HOST[options["host"]]
     layout, scopes = vault_layout(), list_scopes(options["environment"])
     names = [layout.login(role, scope) for role, scope in list_logins(scopes) if role in roles]
     wrap_seconds = None if options["plain"] else options["wrap_seconds"] or WRAP_SECONDS

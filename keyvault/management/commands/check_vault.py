@@ -57,7 +57,7 @@ class Command(JsonCommand):
         self.healthy = not diagnosis.findings
         return {
             "healthy": self.healthy,
-            "in_use": settings.IS_VAULT,
+            "in_use": settings.IS_VAULT or options["host"] == "keystore",
             "checked": diagnosis.checked,
             "findings": [asdict(finding) for finding in diagnosis.findings],
         }

@@ -1,5 +1,6 @@
 """Encrypt the local keystore again under a new master key."""
 
+from argparse import BooleanOptionalAction
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,17 @@ class Command(JsonCommand):
             type=Path,
             help="with KEYVAULT_MASTER_KEY: a private file with the new key",
         )
+        parser.add_argument(
+            "--wrap",
+            action=BooleanOptionalAction,
+            help="whether the Vault makes the new key and wraps it with its key keyvault-wrapping-service/master "
+            "(default: like the present key)",
+        )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         grant = authorize(HOST, Permission.INSTALLATION_MAINTAIN, now=self.now)
         try:
-            done = rotate_master_key(grant, options["new_key_file"])
+            done = rotate_master_key(grant, options["new_key_file"], should_wrap=options["wrap"])
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
         steps = [] if done.is_installed else [f"set KEYVAULT_MASTER_KEY to the key in {options['new_key_file']}"]

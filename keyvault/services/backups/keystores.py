@@ -14,7 +14,7 @@ from django.conf import settings
 
 from keyvault.backends.backup_archive import ArchiveReader
 from keyvault.backends.base import BackendMissingError, Mount
-from keyvault.backends.local import KEYSTORE_NAME, SCHEMA, LocalKeystore
+from keyvault.backends.local import KEYSTORE_NAME, SCHEMA
 from keyvault.backends.private_files import (
     ensure_private_directory,
     ensure_private_file,
@@ -24,6 +24,7 @@ from keyvault.backends.private_files import (
 from keyvault.domain.errors import IntegrityError, StateConflictError
 from keyvault.services.backups.databases import copy_sqlite
 from keyvault.services.peppers.installation import LABEL
+from keyvault.services.secrets.backend import open_keystore
 
 PepperNames = Sequence[tuple[str, int]]
 
@@ -73,7 +74,7 @@ def check_keystore(folder: Path, installation: str, peppers: PepperNames) -> Non
     is missing or another one.
     """
     master_key = settings.MASTER_KEY or read_private_file(settings.DATA_DIR / "master.key")
-    keystore = LocalKeystore(folder, master_key)
+    keystore = open_keystore(folder, master_key)
     missing = set()
     for name, number in peppers:
         try:

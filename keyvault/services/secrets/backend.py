@@ -1,12 +1,14 @@
 """The secret backend that this process is configured with."""
 
 from functools import cache
+from pathlib import Path
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
-from keyvault.backends.base import Mount, SecretBackend
+from keyvault.backends.base import BackendInvalidError, Mount, SecretBackend
 from keyvault.backends.local import LocalKeystore
+from keyvault.backends.vault import transit
 from keyvault.backends.vault.client import VaultServer
 from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.layout import Layout
@@ -18,10 +20,43 @@ MOUNT = {Environment.SANDBOX: Mount.SANDBOX, Environment.PRODUCTION: Mount.PRODU
 
 @cache
 def secret_backend() -> SecretBackend:
-    """Return the backend, opened at the first call. Raises ImproperlyConfigured when it cannot be opened safely."""
+    """Return the backend, opened at the first call.
+
+    Raises ImproperlyConfigured when it cannot be opened safely, and the errors of `unwrap_master_key`.
+    """
     if settings.IS_VAULT:
         return vault_backend()
-    return LocalKeystore(settings.DATA_DIR, settings.MASTER_KEY)
+    return open_keystore(settings.DATA_DIR, settings.MASTER_KEY)
+
+
+def open_keystore(folder: Path, master_key_text: str) -> LocalKeystore:
+    """Open a folder's keystore with a key, or a wrapped one; empty: that of the folder. Raises as `secret_backend`."""
+    return LocalKeystore(folder, master_key_text, unwrap_master_key)
+
+
+def unwrap_master_key(text: str) -> str:
+    """Return the master key of a key's text: as the Vault decrypts it, or the text itself if it is not wrapped.
+
+    Raises ImproperlyConfigured if the Vault cannot decrypt it, BackendUnavailableError and BackendDeniedError.
+    """
+    if not is_wrapped(text):
+        return text
+    try:
+        return transit.unwrap_master_key(vault_backend(), text)
+    except BackendInvalidError as error:
+        raise ImproperlyConfigured(
+            "the master key was wrapped with another Vault or prefix, or the Vault has lost the wrapping key; check "
+            f"VAULT_ADDR and KEYVAULT_VAULT_PREFIX, then manage.py check_vault --host keystore ({error.internal})"
+        ) from None
+
+
+def make_wrapped_master_key() -> str:
+    """Return a new master key that the Vault has wrapped. Raises ImproperlyConfigured, and the errors of a backend."""
+    return transit.make_wrapped_master_key(vault_backend())
+
+
+def is_wrapped(text: str) -> bool:
+    return text.startswith(transit.WRAPPED)
 
 
 @cache
@@ -33,7 +68,9 @@ def vault_backend() -> VaultBackend:
 def vault_server() -> VaultServer:
     """Return the configured Vault server. Raises ImproperlyConfigured without an address."""
     if not settings.VAULT_ADDRESS:
-        raise ImproperlyConfigured("VAULT_ADDR: KEYVAULT_BACKEND=vault requires the address of Vault")
+        raise ImproperlyConfigured(
+            "VAULT_ADDR: KEYVAULT_BACKEND=vault and a wrapped master key require the address of the Vault"
+        )
     return VaultServer(settings.VAULT_ADDRESS.rstrip("/"), settings.VAULT_CA_FILE)
 
 

@@ -16,13 +16,15 @@ from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.backends.local_rekeying import Rekeying, rekeying
 from keyvault.backends.private_files import (
+    new_master_key,
     read_or_make_master_key,
     read_private_file,
     remove_private_file,
     write_private_file,
 )
-from keyvault.domain.errors import RequestInvalidError
+from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets.backend import is_wrapped, make_wrapped_master_key, unwrap_master_key
 
 BATCH: Final = 100
 """Rows of one transaction."""
@@ -43,26 +45,30 @@ class MasterKeyRotation:
     is_installed: bool = False
 
 
-def rotate_master_key(grant: Grant, new_key_file: Path | None) -> MasterKeyRotation:
+def rotate_master_key(
+    grant: Grant, new_key_file: Path | None = None, *, should_wrap: bool | None = None
+) -> MasterKeyRotation:
     """Rotate the key. `new_key_file`: the new key, if the present one comes from KEYVAULT_MASTER_KEY.
 
-    Without it, the keys are `master.key` of the data folder, and a new one beside it.
+    Without it, the keys are `master.key` of the data folder, and a new one beside it. `should_wrap`: whether the Vault
+    makes and wraps the new one; None: like the present one.
 
     Raises:
-        RequestInvalidError: the key file is missing or not allowed here, or the secrets are in a Vault.
+        RequestInvalidError: an option is missing or not allowed here, or the secrets are in a Vault.
         StateConflictError: other processes have the keystore open, or the keys are not those of the unfinished run.
         BackendInvalidError: a record was altered.
-        ImproperlyConfigured: a key file is missing, malformed, or others may read it.
+        ImproperlyConfigured: a key file is missing, malformed, or others may read it, or cannot be unwrapped.
+        BackendUnavailableError, BackendDeniedError: a key is wrapped, and the Vault does not answer or refuses.
     """
-    _require_local(new_key_file)
+    _require_local(new_key_file, should_wrap)
     current, made = settings.DATA_DIR / "master.key", settings.DATA_DIR / "master.key.new"
-    old_key = settings.MASTER_KEY or read_private_file(current)
-    if new_key_file is None and made.exists() and read_private_file(made) == old_key:
+    old_text = settings.MASTER_KEY or read_private_file(current)
+    if new_key_file is None and made.exists() and read_private_file(made) == old_text:
         # A run was killed after it had put the new key in place.
         remove_private_file(made)
-    new_key = read_private_file(new_key_file) if new_key_file else read_or_make_master_key(made, may_make=True)
+    new_text = read_private_file(new_key_file) if new_key_file else _read_or_make(made, old_text, should_wrap)
     done = MasterKeyRotation(is_installed=new_key_file is None)
-    with rekeying(settings.DATA_DIR, old_key, new_key) as keystore:
+    with rekeying(settings.DATA_DIR, unwrap_master_key(old_text), unwrap_master_key(new_text)) as keystore:
         if not keystore.is_finished():
             keystore.begin()
             while count := keystore.encrypt_batch():
@@ -72,14 +78,31 @@ def rotate_master_key(grant: Grant, new_key_file: Path | None) -> MasterKeyRotat
                 pass
             keystore.finish()
         if done.is_installed:
-            write_private_file(current, new_key)
+            write_private_file(current, new_text)
             remove_private_file(made)
     return done
 
 
-def _require_local(new_key_file: Path | None) -> None:
+def _read_or_make(made: Path, old_text: str, should_wrap: bool | None) -> str:
+    """Return the new key's text, that of an unfinished run if there is one. Raises StateConflictError."""
+    wraps = is_wrapped(old_text) if should_wrap is None else should_wrap
+    text = read_or_make_master_key(made, may_make=True, make=make_wrapped_master_key if wraps else new_master_key)
+    if should_wrap is not None and is_wrapped(text) != should_wrap:
+        raise StateConflictError(
+            f"The new master key of an unfinished rotation is {'not ' if should_wrap else ''}wrapped. Finish that "
+            "rotation without --wrap and --no-wrap, and then rotate once more."
+        )
+    return text
+
+
+def _require_local(new_key_file: Path | None, should_wrap: bool | None) -> None:
     if settings.IS_VAULT:
         raise RequestInvalidError("With KEYVAULT_BACKEND=vault there is no master key. Rotate the Vault's own keys.")
+    if settings.MASTER_KEY and should_wrap is not None:
+        raise RequestInvalidError(
+            "The master key comes from KEYVAULT_MASTER_KEY. Omit --wrap and --no-wrap, and put a key of either kind "
+            "into the file of --new-key-file."
+        )
     if settings.MASTER_KEY and new_key_file is None:
         raise RequestInvalidError(
             "The master key comes from KEYVAULT_MASTER_KEY. Write the new one to a private file "

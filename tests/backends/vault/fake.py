@@ -22,6 +22,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from keyvault.backends.private_files import new_master_key
+
 KEPT_VERSIONS = 10
 FOREVER = float("inf")
 
@@ -212,7 +214,7 @@ class FakeVault:
         kind, _, place = rest.partition("/")
         if "-anchor-" in mount:
             return self._transit(call, kind)
-        if "-factors-" in mount:
+        if "-factors-" in mount or "-wrapping-" in mount:
             return self._encryption(call, kind)
         if not any(f"-{engine}-" in mount for engine in ("keys", "peppers", "evidence")):
             return _errors(404, f'no handler for route "{call.path}". route entry not found.')
@@ -245,6 +247,8 @@ class FakeVault:
         """Reverse the text, which is enough for what the client does with it."""
         if kind == "encrypt":
             return 200, {"data": {"ciphertext": f"vault:v1:{call.body['plaintext'][::-1]}"}}
+        if kind == "datakey":
+            return 200, {"data": {"ciphertext": f"vault:v1:{new_master_key()[::-1]}"}}
         if not call.body["ciphertext"].startswith("vault:v1:"):
             return _errors(400, "invalid ciphertext: no prefix")
         return 200, {"data": {"plaintext": call.body["ciphertext"].removeprefix("vault:v1:")[::-1]}}

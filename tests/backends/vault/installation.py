@@ -12,6 +12,7 @@ from django.test import override_settings
 
 from keyvault.backends.base import BackendMissingError, Mount
 from keyvault.backends.vault.bootstrap import bootstrap, list_logins, list_scopes, make_logins
+from keyvault.backends.vault.capabilities import ROLES_OF_HOST
 from keyvault.backends.vault.client import VaultServer, open_client
 from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.layout import Layout
@@ -54,7 +55,8 @@ def installed(running: Reachable, folder: Path) -> Iterator[InstalledVault]:
     environments = [environment.value for environment in Environment]
     try:
         bootstrap(admin, layout, environments, lambda _: None)
-        names = [layout.login(role, scope) for role, scope in list_logins(list_scopes(environments))]
+        logins = list_logins(list_scopes(environments))
+        names = [layout.login(role, scope) for role, scope in logins if role in ROLES_OF_HOST["all"]]
         make_logins(admin, layout, names, folder, wrap_seconds=None)
         yield InstalledVault(opened(server, folder, layout), layout, server, folder, "approle", admin)
     finally:

@@ -238,7 +238,7 @@ def test_make_logins_with_a_foreign_name_is_refused(installed_vault: InstalledVa
 def test_bootstrap_binds_logins_to_networks_and_keeps_them_bound(installed_vault: InstalledVault) -> None:
     """A stolen login does not work elsewhere, and a later run without networks keeps the restriction."""
     elsewhere = BootstrapOptions(networks=("192.0.2.7/32",))
-    assert len(changes(installed_vault, elsewhere)) == 22
+    assert len(changes(installed_vault, elsewhere)) == 23
     assert changes(installed_vault, elsewhere) == []
     assert changes(installed_vault) == []
     with pytest.raises(BackendInvalidError, match="does not accept"):
@@ -254,7 +254,7 @@ def test_bootstrap_for_kubernetes_binds_each_role_to_the_hosts_that_need_it(inst
         changes(installed_vault, options)
     admin.sys.enable_auth_method("kubernetes")
     try:
-        assert len(changes(installed_vault, options)) == 22
+        assert len(changes(installed_vault, options)) == 23
         assert changes(installed_vault, options) == []
         destroyer = read_path(admin, f"auth/kubernetes/role/{prefix}-destroyer-production")
         lookup = read_path(admin, f"auth/kubernetes/role/{prefix}-lookup-service")

@@ -9,7 +9,7 @@ import hvac
 import pytest
 
 from keyvault.backends.base import BackendDeniedError, BackendInvalidError
-from keyvault.backends.vault.bootstrap import list_logins, read_path
+from keyvault.backends.vault.bootstrap import list_logins, make_logins, read_path
 from keyvault.backends.vault.capabilities import list_deviations, wanted_capabilities
 from keyvault.backends.vault.client import open_client
 from keyvault.backends.vault.layout import SCOPES, Layout, SecretsEngine, VaultRole, scopes_of
@@ -96,8 +96,19 @@ FACTORS: dict[str, Act] = {
     "take out": lambda client, mount: client.read(f"{mount}/export/encryption-key/seeds"),
     "other key": lambda client, mount: client.write_data(f"{mount}/encrypt/other", data={"plaintext": "AAAA"}),
 }
+WRAPPING: dict[str, Act] = {
+    "unwrap": lambda client, mount: client.write_data(f"{mount}/decrypt/master", data={"ciphertext": "vault:v1:AAAA"}),
+    "make wrapped": lambda client, mount: client.write_data(f"{mount}/datakey/wrapped/master", data={}),
+    "make readable": lambda client, mount: client.write_data(f"{mount}/datakey/plaintext/master", data={}),
+    "wrap": lambda client, mount: client.write_data(f"{mount}/encrypt/master", data={"plaintext": "AAAA"}),
+    "rotate": lambda client, mount: client.write_data(f"{mount}/keys/master/rotate", data={}),
+    "see key": lambda client, mount: client.read(f"{mount}/keys/master"),
+    "take out": lambda client, mount: client.read(f"{mount}/export/encryption-key/master"),
+    "other key": lambda client, mount: client.write_data(f"{mount}/datakey/wrapped/other", data={}),
+}
 ACTS[SecretsEngine.EVIDENCE] = EVIDENCE
 ACTS[SecretsEngine.FACTORS] = FACTORS
+ACTS[SecretsEngine.WRAPPING] = WRAPPING
 
 ALLOWED: dict[VaultRole, set[str]] = {
     VaultRole.ISSUER: {"create", "replace"},
@@ -110,6 +121,7 @@ ALLOWED: dict[VaultRole, set[str]] = {
     VaultRole.KEEPER: {"replace", "destroy"},
     VaultRole.ANCHOR: {"sign"},
     VaultRole.FACTORS: {"encrypt", "decrypt"},
+    VaultRole.UNWRAPPER: {"unwrap", "make wrapped"},
 }
 """Acts on the role's own mount. On others, `lookup` reads public keys and evidence, and `anchor` writes evidence."""
 
@@ -133,6 +145,7 @@ def _fill(made: InstalledVault) -> None:
 
 
 def _logged_in(made: InstalledVault, name: str) -> hvac.Client:
+    make_logins(made.admin, made.layout, [name], made.logins, wrap_seconds=None)
     client = open_client(made.server)
     client.token = AppRoleLogin(made.logins, name).log_in(client).text.reveal()
     return client
@@ -189,6 +202,7 @@ def _engine(role: VaultRole) -> SecretsEngine:
         VaultRole.KEEPER: SecretsEngine.PEPPERS,
         VaultRole.ANCHOR: SecretsEngine.ANCHOR,
         VaultRole.FACTORS: SecretsEngine.FACTORS,
+        VaultRole.UNWRAPPER: SecretsEngine.WRAPPING,
     }.get(role, SecretsEngine.KEYS)
 
 

@@ -17,17 +17,29 @@ from django.core.exceptions import ImproperlyConfigured
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.backends import local_rekeying
-from keyvault.backends.base import BackendInvalidError, Mount
+from keyvault.backends.base import BackendDeniedError, BackendInvalidError, BackendUnavailableError, Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.backends.local_rekeying import Rekeying
+from keyvault.backends.private_files import write_private_file
+from keyvault.backends.vault.bootstrap import make_logins
+from keyvault.backends.vault.layout import WRAPPING_KEY, SecretsEngine, VaultRole
+from keyvault.domain.digests import PepperSet
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Operator
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets import master_key
-from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.secrets.backend import (
+    make_wrapped_master_key,
+    open_keystore,
+    secret_backend,
+    unwrap_master_key,
+    vault_backend,
+)
 from keyvault.services.secrets.master_key import rotate_master_key
 from keyvault.services.sessions.second_factors import decrypt_seed, encrypt_seed
+from tests.backends.vault.fake import FakeVault, refused, running_fake
+from tests.backends.vault.installation import InstalledVault
 from tests.factories import grant, make_operator
 from tests.killing import KILLED_MASTER_KEY_ROTATION, KilledError
 from tests.management.command_line import run_command_line
@@ -36,6 +48,7 @@ from tests.services.revocations.test_restore_drill import CREATE, START, Host, S
 pytestmark = pytest.mark.django_db
 
 RECORDS = 8
+LOGIN = "keyvault-unwrapper-service"
 SEED = Plaintext("JBSWY3DPEHPK3PXP")
 
 
@@ -68,8 +81,8 @@ def add_factors() -> None:
     secret_backend.cache_clear()
 
 
-def rotate(new_key_file: Path | None = None) -> Any:
-    return rotate_master_key(grant(HOST, P.INSTALLATION_MAINTAIN), new_key_file)
+def rotate(new_key_file: Path | None = None, *, should_wrap: bool | None = None) -> Any:
+    return rotate_master_key(grant(HOST, P.INSTALLATION_MAINTAIN), new_key_file, should_wrap=should_wrap)
 
 
 def require_whole(folder: Path, former_key: str) -> None:
@@ -77,7 +90,7 @@ def require_whole(folder: Path, former_key: str) -> None:
     key = (folder / "master.key").read_text()
     assert key.strip() != former_key
     assert not (folder / "master.key.new").exists()
-    store = LocalKeystore(folder)
+    store = open_keystore(folder, "")
     for number in range(1, RECORDS):
         assert store.read(Mount.SANDBOX, f"path {number}").secret.reveal() == f"secret {number}"
     assert store.read(Mount.SANDBOX, "path 0").labels == {"n": "2"}
@@ -87,7 +100,7 @@ def require_whole(folder: Path, former_key: str) -> None:
     assert {row.data["last_counter"] for row in Authenticator.objects.filter(type="totp")} <= {7}
     secret_backend.cache_clear()
     with pytest.raises(ImproperlyConfigured, match="master key is not the one"):
-        LocalKeystore(folder, former_key)
+        open_keystore(folder, former_key)
 
 
 def read_key(folder: Path) -> str:
@@ -259,6 +272,145 @@ def test_rotate_master_key_command_says_what_to_do_next(folder: Path, capsys: py
     assert run_command_line("rotate_master_key") == 1
     assert "Stop every server" in capsys.readouterr().err
     assert store.read(Mount.SANDBOX, "path 1").secret.reveal() == "secret 1"
+
+
+# --- a wrapped master key ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake(folder: Path, settings: Any) -> Iterator[FakeVault]:
+    """A Vault of which this host has the login of `keystore` only."""
+    with running_fake() as made:
+        settings.VAULT_ADDRESS = made.address
+        settings.VAULT_CREDENTIALS_DIR = folder / "vault"
+        settings.VAULT_CREDENTIALS_DIR.mkdir(mode=0o700)
+        for ending, text in zip(("role_id", "secret_id"), made.make_role(LOGIN), strict=True):
+            write_private_file(settings.VAULT_CREDENTIALS_DIR / f"{LOGIN}.{ending}", text)
+        vault_backend.cache_clear()
+        yield made
+        vault_backend.cache_clear()
+
+
+def test_master_key_is_wrapped_and_stays_so_until_it_is_to_be_readable_again(folder: Path, fake: FakeVault) -> None:
+    """Guarantee: no file has the wrapped key in readable form; without the Vault nothing opens the keystore."""
+    add_factors()
+    former = read_key(folder)
+    rotate(should_wrap=True)
+    require_whole(folder, former)
+    wrapped = read_key(folder)
+    assert wrapped.startswith("vault:v1:")
+    plain = unwrap_master_key(wrapped)
+    assert len(base64.b64decode(plain)) == 32
+    assert [file.name for file in folder.iterdir() if file.is_file() and plain.encode() in file.read_bytes()] == []
+    with pytest.raises(ImproperlyConfigured, match="32 bytes in base64"):
+        LocalKeystore(folder)
+    rotate()
+    require_whole(folder, wrapped)
+    assert read_key(folder).startswith("vault:v1:")
+    second = read_key(folder)
+    rotate(should_wrap=False)
+    require_whole(folder, second)
+    fake.is_sealed = True
+    vault_backend.cache_clear()
+    assert LocalKeystore(folder, read_key(folder)).read(Mount.SANDBOX, "path 1").secret.reveal() == "secret 1"
+
+
+WRAPPED_KILLS = [
+    kill
+    for kill in KILLS
+    if (kill[1], kill[2]) in {("begin", 1), ("encrypt_batch", 2), ("finish", 1)} or "private_file" in kill[1]
+]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("kill", WRAPPED_KILLS, ids=lambda kill: f"{kill[1]} {kill[2]}")
+def test_wrapping_killed_anywhere_is_continued(kill: Any, after: bool, folder: Path, fake: FakeVault) -> None:
+    former = read_key(folder)
+    with killed_at(*kill, after=after), pytest.raises(KilledError):
+        rotate(should_wrap=True)
+    rotate()
+    require_whole(folder, former)
+    assert read_key(folder).startswith("vault:v1:")
+
+
+def test_wrapping_does_not_continue_a_rotation_to_a_readable_key(folder: Path, fake: FakeVault) -> None:
+    former = read_key(folder)
+    with killed_at(Rekeying, "encrypt_batch", 2, after=True), pytest.raises(KilledError):
+        rotate()
+    with pytest.raises(StateConflictError, match="is not wrapped"):
+        rotate(should_wrap=True)
+    rotate()
+    require_whole(folder, former)
+
+
+def test_keystore_with_a_wrapped_key_opens_once_the_vault_answers(folder: Path, fake: FakeVault) -> None:
+    """Guarantee: an outage of the Vault stops no process that has the keystore open, and loses nothing of others."""
+    rotate(should_wrap=True)
+    store = open_keystore(folder, "")
+    fake.is_sealed = True
+    vault_backend.cache_clear()
+    with pytest.raises(BackendUnavailableError):
+        secret_backend()
+    assert store.read(Mount.SANDBOX, "path 1").secret.reveal() == "secret 1"
+    fake.is_sealed = False
+    vault_backend.cache_clear()
+    assert secret_backend().read(Mount.SANDBOX, "path 1").secret.reveal() == "secret 1"
+    secret_backend.cache_clear()
+
+
+def test_wrapped_key_of_another_vault_names_what_to_check(folder: Path, fake: FakeVault) -> None:
+    rotate(should_wrap=True)
+    fake.fail(refused(400, "cipher: message authentication failed"), "/decrypt/")
+    with pytest.raises(ImproperlyConfigured, match=r"KEYVAULT_VAULT_PREFIX.*check_vault --host keystore"):
+        open_keystore(folder, "")
+    fake.delete_role(LOGIN)
+    fake.revoke_all()
+    with pytest.raises(BackendDeniedError):
+        open_keystore(folder, "")
+
+
+def test_wrapped_master_key_of_the_environment(folder: Path, fake: FakeVault, settings: Any, tmp_path: Path) -> None:
+    """The Vault's own command line makes the new key, and its readable form is on no disk."""
+    settings.MASTER_KEY = read_key(folder)
+    (folder / "master.key").unlink()
+    with pytest.raises(RequestInvalidError, match="Omit --wrap"):
+        rotate(should_wrap=True)
+    path = tmp_path / "wrapped-key"
+    write_private_file(path, make_wrapped_master_key())
+    rotate(path)
+    settings.MASTER_KEY = path.read_text()
+    assert secret_backend().read(Mount.SANDBOX, "path 1").secret.reveal() == "secret 1"
+    secret_backend.cache_clear()
+
+
+def test_master_key_is_wrapped_by_a_real_server(
+    folder: Path, installed_vault: InstalledVault, settings: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guarantee: an older version of the wrapping key still unwraps, and the host's one login suffices."""
+    made, former = installed_vault, read_key(folder)
+    name = made.layout.login(VaultRole.UNWRAPPER, PepperSet.SERVICE)
+    settings.VAULT_CREDENTIALS_DIR = folder / "vault"
+    make_logins(made.admin, made.layout, [name], settings.VAULT_CREDENTIALS_DIR, wrap_seconds=None)
+    settings.VAULT_ADDRESS, settings.VAULT_PREFIX = made.server.address, made.layout.prefix
+    vault_backend.cache_clear()
+    assert run_command_line("rotate_master_key", "--wrap") == 0
+    require_whole(folder, former)
+    mount = made.layout.mount(SecretsEngine.WRAPPING, PepperSet.SERVICE)
+    made.admin.write_data(f"{mount}/keys/{WRAPPING_KEY}/rotate", data={})
+    wrapped = read_key(folder)
+    rotate()
+    require_whole(folder, wrapped)
+    assert (wrapped[:9], read_key(folder)[:9]) == ("vault:v1:", "vault:v2:")
+    assert run_command_line("check_vault", "--host", "keystore") == 0
+    made.admin.write_data(f"{mount}/keys/{WRAPPING_KEY}/config", data={"min_decryption_version": 2})
+    open_keystore(folder, "")
+    with pytest.raises(ImproperlyConfigured, match="has lost the wrapping key"):
+        unwrap_master_key(wrapped)
+    made.admin.delete(f"sys/mounts/{mount}")
+    capsys.readouterr()
+    assert run_command_line("check_vault", "--host", "keystore") == 1
+    assert "The mount is missing" in capsys.readouterr().out
+    vault_backend.cache_clear()
 
 
 @pytest.mark.long
