@@ -39,6 +39,7 @@ from tests.architecture.deployment import (
 from tests.servers.nginx import find_nginx
 
 BASE = DEPLOY / "kubernetes" / "base"
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 OVERLAYS = sorted((DEPLOY / "kubernetes" / "overlays").iterdir())
 KUBERNETES_VERSION = "1.34"
 CONTROLLERS = {"nginx": "ingress-nginx", "nginx-internal": "ingress-nginx-internal"}
@@ -188,6 +189,45 @@ def test_units_pass_the_checks_of_systemd(units_here: list[Path]) -> None:
         assert done.returncode == 0, done.stdout
 
 
+def test_kv_runs_a_command_as_the_service_does(tmp_path: Path) -> None:
+    """Guarantee: an installed `kv` uses the user, the release and the settings of the units, and passes on its arguments.
+
+    The page's line installs it, on folders of this test. `systemctl` and `runuser` are replaced.
+    """
+    [line] = re.findall(r"^install .* (/usr/local/sbin/kv)$", OPERATIONS, re.MULTILINE)
+    [install] = [each for each in OPERATIONS.splitlines() if each.endswith(line)]
+    programs, release, kv = tmp_path / "bin", tmp_path / "release", tmp_path / "kv"
+    python = release / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    programs.mkdir()
+    subprocess.run(["/bin/sh", "-ec", install.replace(line, str(kv))], cwd=ROOT, check=True)
+    text = kv.read_text()
+    for sample in ("environment", "console"):
+        assert text.count(f"/etc/keyvault/{sample}") == 1
+        text = text.replace(f"/etc/keyvault/{sample}", str(DEPLOY / "systemd" / sample))
+    kv.write_text(text)
+    for program, script in (
+        (programs / "systemctl", f'echo "$*" >&2; echo {release}'),
+        (programs / "runuser", 'echo "$1 $2 $3" >&2; shift 3; exec "$@"'),
+        (python, 'pwd; echo "$KEYVAULT_ORIGIN $KEYVAULT_DATA_DIR"; printf "%s\\n" "$@"'),
+    ):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [kv, "show_key", "a b"]
+        path = {"PATH": f"{programs}:/usr/bin:/bin"}
+        return subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, check=False)
+
+    done = run()
+    assert done.stderr.splitlines() == ["show --property WorkingDirectory --value keyvault-web", "-u keyvault --"]
+    settings_read = "https://console.example /var/lib/keyvault"
+    assert done.stdout.splitlines() == [str(release), settings_read, "manage.py", "show_key", "a b"]
+    (programs / "systemctl").write_text("#!/bin/sh\n")
+    done = run()
+    assert (done.returncode != 0, done.stdout) == (True, "")
+
+
 def test_units_of_an_upgrade_share_no_address_with_the_servers_in_service(tmp_path: Path) -> None:
     """Guarantee: a second server that docs/upgrades.md starts differs from the first one in its addresses alone.
 
@@ -195,12 +235,18 @@ def test_units_of_an_upgrade_share_no_address_with_the_servers_in_service(tmp_pa
     """
     page = (ROOT / "docs" / "upgrades.md").read_text()
     script = "\n".join(re.findall(r'^```sh title="(?:units|standby)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL))
-    units, standby = tmp_path / "etc", tmp_path / "run"
+    units, standby, commands = tmp_path / "etc", tmp_path / "run", tmp_path / "sbin"
     units.mkdir()
-    for folder, here in (("/etc/systemd/system", units), ("/run/systemd/system", standby)):
+    commands.mkdir()
+    for folder, here in (
+        ("/etc/systemd/system", units),
+        ("/run/systemd/system", standby),
+        ("/usr/local/sbin", commands),
+    ):
         assert folder in script
         script = script.replace(folder, str(here))
     subprocess.run(["/bin/bash", "-euc", f"systemctl() {{ :; }}; NEW=/opt/next\n{script}"], cwd=ROOT, check=True)
+    assert (commands / "kv").read_text() == (DEPLOY / "systemd" / "kv").read_text()
     assert {path.name: path.read_text() for path in units.iterdir()} == {
         path.name: path.read_text().replace("/opt/keyvault", "/opt/next") for path in UNITS
     }

@@ -19,12 +19,14 @@ def rotate_session_key(grant: Grant, *, ends_sessions: bool) -> None:
 
     The former key verifies sessions for as long as one lasts, unless `ends_sessions`. The audit entry comes first, so
     that no key changes without one. A run that was killed is started again. Raises RequestInvalidError if the key
-    comes from KEYVAULT_SECRET_KEY, and ImproperlyConfigured if its file is missing or others may read it.
+    comes from KEYVAULT_SECRET_KEY or its file, and ImproperlyConfigured if the file in
+    the data folder is missing or others may read it.
     """
     if settings.IS_SESSION_KEY_SET:
         raise RequestInvalidError(
-            "The key comes from KEYVAULT_SECRET_KEY. On every host move its value to KEYVAULT_SECRET_KEY_FALLBACK, or "
-            "drop it to end all sessions. Set KEYVAULT_SECRET_KEY to a new one (openssl rand -base64 64), and restart."
+            "The key comes from KEYVAULT_SECRET_KEY or its file. On every host move its value to "
+            "KEYVAULT_SECRET_KEY_FALLBACK or its file, or drop it to end all sessions. Replace it with a new one "
+            "(openssl rand -base64 48), and restart."
         )
     current, fallback = settings.DATA_DIR / KEY_NAME, settings.DATA_DIR / FALLBACK_NAME
     former = read_private_file(current)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -132,7 +133,10 @@ def test_session_key_of_the_environment_is_changed_by_hand(
 ) -> None:
     settings.IS_SESSION_KEY_SET = True
     assert run_command_line("rotate_session_key") == 1
-    assert "KEYVAULT_SECRET_KEY_FALLBACK" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert "KEYVAULT_SECRET_KEY_FALLBACK" in refusal
+    [length] = re.findall(r"openssl rand -base64 (\d+)", refusal)
+    assert 50 <= int(length) * 4 / 3 <= 64, "long enough for the setting, and one line of openssl"
     assert (folder / "django.key").read_text() == FORMER
     assert not AuditEntry.objects.filter(event="session_key.rotated").exists()
 
