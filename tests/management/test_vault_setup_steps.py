@@ -23,6 +23,8 @@ from tests.servers.openbao import RunningVault, find_vault
 from tests.servers.throwaway import Place, Plan, free_port, running
 
 README = ROOT / "deploy" / "vault" / "README.md"
+OPERATIONS = ROOT / "docs" / "operations.md"
+PASSWORD = "administrators-password"  # noqa: S105
 TIMEOUT_SECONDS = 300
 
 
@@ -47,9 +49,14 @@ class Empty:
     audit_logs: tuple[Path, Path]
 
 
-def blocks() -> list[Block]:
-    found = re.findall(r'^```(\w+)(?: title="([\w-]+)")?\n(.*?)^```$', README.read_text(encoding="utf-8"), re.M | re.S)
+def blocks(page: Path = README) -> list[Block]:
+    found = re.findall(r'^```(\w+)(?: title="([\w-]+)")?\n(.*?)^```$', page.read_text(encoding="utf-8"), re.M | re.S)
     return [Block(*each) for each in found]
+
+
+def commands(place: str, page: Path = README) -> str:
+    [block] = [block for block in blocks(page) if (block.language, block.place) == ("sh", place)]
+    return block.text
 
 
 @contextmanager
@@ -170,66 +177,86 @@ def test_setup_steps_of_the_page_make_an_installation_that_passes_the_doctor(
     with empty_server(tmp_path) as server:
         environment |= {"VAULT_ADDR": server.address, "VAULT_CACERT": str(server.ca_file)}
         (checkout / "admin.token").write_text(server.root_token)
-        shell = [block for block in blocks() if block.language == "sh"]
-        at_home = [block.text for block in shell if not block.place]
-        before_switch, at_the_end = at_home[:-1], at_home[-1]
-        assert "revoke -self" in at_the_end
-        output = run("\n".join(before_switch), checkout, environment)
+        at_home = [block.text for block in blocks() if (block.language, block.place) == ("sh", "")]
+        output = run("\n".join(at_home), checkout, environment)
         assert "first/" in output
         assert "second/" in output
 
         environment["KEYVAULT_BACKEND"] = "vault"
         for host in ("setup-1", "web-1", "worker-1"):
-            [block] = [block for block in shell if block.place == host]
             its_own = {**environment, "KEYVAULT_VAULT_CREDENTIALS_DIR": str(checkout / "handover" / host)}
-            assert "no problems" in run(block.text, checkout, its_own)
+            assert "no problems" in run(commands(host), checkout, its_own)
 
-        with_admin = {**environment, "VAULT_TOKEN": server.root_token, "ACCOUNT_ID": "42", "CREDENTIAL_ID": "crd_x"}
-        run("bao kv put -mount=keyvault-keys-sandbox -cas=0 42/crd_x secret=shown schema=1", checkout, with_admin)
-        [operators] = [block for block in shell if block.place == "operator"]
-        [merchants] = [block for block in shell if block.place == "merchant"]
-        run(operators.text, checkout, with_admin)
-        as_merchant = {name: value for name, value in with_admin.items() if name != "VAULT_TOKEN"}
-        assert run(merchants.text, checkout, as_merchant).strip() == "shown"
+        with_admin = {**environment, "VAULT_TOKEN": server.root_token}
+        its_own = {**environment, "KEYVAULT_VAULT_CREDENTIALS_DIR": str(checkout / "handover" / "host-1")}
+        logins = commands("logins", OPERATIONS).replace(".venv/bin/python", "python")
+        run(f"install() {{ :; }}; rm() {{ :; }}\n{logins}", checkout, with_admin)
+        assert "no problems" in run("python manage.py check_vault --host all", checkout, its_own)
 
-        [leak] = [block for block in shell if block.place == "leak"]
-        run(leak.text, checkout, with_admin)
+        named = commands("merchant").splitlines()[0]
+        put = f"{named}; bao kv put -mount=keyvault-keys-sandbox -cas=0 $ACCOUNT_ID/$CREDENTIAL_ID secret=shown schema=1"
+        run(put, checkout, with_admin)
+        run(commands("operator"), checkout, with_admin)
+        assert run(commands("merchant"), checkout, environment).strip() == "shown"
+
+        run(commands("leak"), checkout, with_admin)
         check = "python manage.py check_vault --host web || test $? -eq 1"
         its_own = {**environment, "KEYVAULT_VAULT_CREDENTIALS_DIR": str(checkout / "handover" / "web-1")}
         assert run(check, checkout, its_own).count("The login is not accepted") == 2
         run("cp handover/after-leak/* handover/web-1/", checkout, environment)
         assert "no problems" in run(check, checkout, its_own)
 
-        [administrator] = [block for block in shell if block.place == "administrator"]
-        run(administrator.text, checkout, with_admin, typed="administrators-password")
-        run(at_the_end, checkout, with_admin)
+        run(commands("administrator"), checkout, with_admin, typed=f"{PASSWORD}\n")
+        assert run(_logging_in(commands("login")), checkout, with_admin).strip()
+        run(commands("snapshots"), checkout, with_admin)
+        _check_snapshots(checkout, environment)
+        run(commands("revoke"), checkout, with_admin)
         assert not (checkout / "admin.token").exists()
         assert (checkout / "first.snap").stat().st_size > 0
         for log in server.audit_logs:
             assert json.loads(log.read_text().splitlines()[-1])
-        assert _policies(_new_administrator(server, checkout, environment), checkout, environment) == ["root"]
+        _check_ceremony(server, checkout, environment)
 
 
-def _new_administrator(server: Empty, checkout: Path, environment: dict[str, str]) -> str:
-    """Make a token as the page says, with the administrator's login and the key shares."""
-    login = "bao write -field=token auth/userpass/login/anna password=-"
-    administrator = {**environment, "VAULT_TOKEN": run(login, checkout, environment, typed="administrators-password")}
-    generate = "bao operator generate-root"
-    begun = json.loads(run(f"{generate} -init -format=json", checkout, administrator))
+def _logging_in(text: str) -> str:
+    """Give the password that the command would ask for: it reads it from a terminal only."""
+    assert text.count(" username=anna") == 1
+    return text.replace(" username=anna", f" username=anna password={PASSWORD}")
+
+
+def _check_snapshots(checkout: Path, environment: dict[str, str]) -> None:
+    """Take the snapshot of a backup as docs/operations.md says, with the login for snapshots, which may do no more."""
+    text = commands("backup-vault", OPERATIONS).replace("/etc/keyvault/snapshot", str(checkout / "handover" / "snapshot"))
+    text = text.replace("/backup/", f"{checkout}/")
+    text = text.replace("unset VAULT_TOKEN", "! bao audit list 2> denied\nunset VAULT_TOKEN")
+    written = run(f'kv() {{ echo "$*"; }}\n{text}', checkout, environment).splitlines()[0]
+    [name] = re.findall(r"--vault-snapshot (\S+)$", written)
+    assert (checkout / name).stat().st_size > 0
+    assert "permission denied" in (checkout / "denied").read_text()
+
+
+def _check_ceremony(server: Empty, checkout: Path, environment: dict[str, str]) -> None:
+    """Get an administrator's token with the page's commands, use it, and revoke it with those of step 5.
+
+    Each command runs in the shell of those before it, which sets VAULT_TOKEN.
+    """
+    log_in, begin, give, save, use = _logging_in(commands("ceremony")).splitlines()
+    begun = json.loads(run(f"{log_in}\n{begin} -format=json", checkout, environment))
+    give = give.replace("NONCE", begun["nonce"])
     for share in server.shares:
-        answer = run(f"{generate} -format=json -nonce={begun['nonce']} -", checkout, administrator, typed=share)
-    encoded = json.loads(answer)["encoded_token"]
-    return run(f"{generate} -decode={encoded} -otp={begun['otp']}", checkout, administrator).strip()
-
-
-def _policies(token: str, checkout: Path, environment: dict[str, str]) -> list[str]:
-    answer = run("bao token lookup -format=json", checkout, {**environment, "VAULT_TOKEN": token})
-    policies: list[str] = json.loads(answer)["data"]["policies"]
-    return policies
+        answer = run(f"{log_in}\n{give} -format=json -", checkout, environment, typed=share)
+    save = save.replace("ENCODED", json.loads(answer)["encoded_token"]).replace("OTP", begun["otp"])
+    lookup = "bao token lookup -format=json"
+    token = json.loads(run(f"{log_in}\n{save}\n{use}\n{lookup}", checkout, environment))["data"]
+    assert token["policies"] == ["root"]
+    assert (checkout / "admin.token").stat().st_mode & 0o777 == 0o600
+    *_, revoke, remove = commands("revoke").splitlines()
+    run(f"{use}\n{revoke}\n{remove}\n! VAULT_TOKEN={token['id']} bao token lookup", checkout, environment)
 
 
 def test_setup_steps_cover_every_host_kind_and_every_block_is_run() -> None:
     """A block that no test runs may not work."""
     places = [block.place for block in blocks() if block.language == "sh"]
-    assert set(places) == {"", "setup-1", "web-1", "worker-1", "operator", "merchant", "leak", "administrator"}
+    at_the_end = {"administrator", "login", "snapshots", "revoke", "ceremony"}
+    assert set(places) == {"", "setup-1", "web-1", "worker-1", "operator", "merchant", "leak", *at_the_end}
     assert {block.language for block in blocks()} == {"sh", "hcl"}
