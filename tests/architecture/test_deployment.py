@@ -190,7 +190,7 @@ def test_units_pass_the_checks_of_systemd(units_here: list[Path]) -> None:
 
 
 def test_kv_runs_a_command_as_the_service_does(tmp_path: Path) -> None:
-    """Guarantee: an installed `kv` uses the user, the release and the settings of the units, and passes on its arguments.
+    """Guarantee: an installed `kv` uses the user, the release and the settings of the units, and passes arguments on.
 
     The page's line installs it, on folders of this test. `systemctl` and `runuser` are replaced.
     """
@@ -215,7 +215,7 @@ def test_kv_runs_a_command_as_the_service_does(tmp_path: Path) -> None:
         program.chmod(0o755)
 
     def run() -> subprocess.CompletedProcess[str]:
-        command = [kv, "show_key", "a b"]
+        command = [str(kv), "show_key", "a b"]
         path = {"PATH": f"{programs}:/usr/bin:/bin"}
         return subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, check=False)
 
@@ -226,6 +226,25 @@ def test_kv_runs_a_command_as_the_service_does(tmp_path: Path) -> None:
     (programs / "systemctl").write_text("#!/bin/sh\n")
     done = run()
     assert (done.returncode != 0, done.stdout) == (True, "")
+
+
+def test_backup_steps_never_replace_the_passphrase(tmp_path: Path) -> None:
+    """Guarantee: pasting the page's commands twice keeps the passphrase that earlier archives need."""
+    [text] = re.findall(r'^```sh title="passphrase"\n(.*?)^```$', OPERATIONS, re.MULTILINE | re.DOTALL)
+    for written, here in (
+        ("-o keyvault -g keyvault ", ""),
+        ("/etc/keyvault", str(tmp_path)),
+        ("/backup\n", f"{tmp_path}/backup\n"),
+    ):
+        assert written in text
+        text = text.replace(written, here)
+    file, seen = tmp_path / "backup.passphrase", set()
+    for _ in range(2):
+        subprocess.run(["/bin/bash", "-euc", text], check=True)
+        seen.add(file.read_text())
+    assert len(seen) == 1
+    assert len(seen.pop()) > 16
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_units_of_an_upgrade_share_no_address_with_the_servers_in_service(tmp_path: Path) -> None:

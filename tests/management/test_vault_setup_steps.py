@@ -24,7 +24,7 @@ from tests.servers.throwaway import Place, Plan, free_port, running
 
 README = ROOT / "deploy" / "vault" / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
-PASSWORD = "administrators-password"  # noqa: S105
+PASSWORD = "administrators-password"
 TIMEOUT_SECONDS = 300
 
 
@@ -194,7 +194,9 @@ def test_setup_steps_of_the_page_make_an_installation_that_passes_the_doctor(
         assert "no problems" in run("python manage.py check_vault --host all", checkout, its_own)
 
         named = commands("merchant").splitlines()[0]
-        put = f"{named}; bao kv put -mount=keyvault-keys-sandbox -cas=0 $ACCOUNT_ID/$CREDENTIAL_ID secret=shown schema=1"
+        put = (
+            f"{named}; bao kv put -mount=keyvault-keys-sandbox -cas=0 $ACCOUNT_ID/$CREDENTIAL_ID secret=shown schema=1"
+        )
         run(put, checkout, with_admin)
         run(commands("operator"), checkout, with_admin)
         assert run(commands("merchant"), checkout, environment).strip() == "shown"
@@ -226,7 +228,9 @@ def _logging_in(text: str) -> str:
 
 def _check_snapshots(checkout: Path, environment: dict[str, str]) -> None:
     """Take the snapshot of a backup as docs/operations.md says, with the login for snapshots, which may do no more."""
-    text = commands("backup-vault", OPERATIONS).replace("/etc/keyvault/snapshot", str(checkout / "handover" / "snapshot"))
+    text = commands("backup-vault", OPERATIONS).replace(
+        "/etc/keyvault/snapshot", str(checkout / "handover" / "snapshot")
+    )
     text = text.replace("/backup/", f"{checkout}/")
     text = text.replace("unset VAULT_TOKEN", "! bao audit list 2> denied\nunset VAULT_TOKEN")
     written = run(f'kv() {{ echo "$*"; }}\n{text}', checkout, environment).splitlines()[0]
