@@ -108,10 +108,7 @@ class LocalKeystore:
             connection.executescript(SCHEMA)
             check = connection.execute("SELECT nonce, sealed FROM master_key_check").fetchone()
             if connection.execute("SELECT only FROM master_key_rotation").fetchone() is not None:
-                raise ImproperlyConfigured(
-                    f"a rotation of the master key of {self._file} is unfinished; "
-                    "run again: manage.py rotate_master_key"
-                )
+                raise ImproperlyConfigured(_unfinished(self._file))
         text = master_key_text or read_or_make_master_key(folder / "master.key", may_make=check is None)
         self._cipher = AESGCM(parse_master_key(unwrap(text)))
         self._check_master_key(check)
@@ -247,6 +244,9 @@ class LocalKeystore:
         try:
             self._cipher.decrypt(check[0], check[1], CHECK)
         except ALTERED:
+            if self._file.with_name("master.key.new").exists():
+                # The rotation was killed before it put the new key in place.
+                raise ImproperlyConfigured(_unfinished(self._file)) from None
             raise ImproperlyConfigured(
                 f"the master key is not the one that {self._file} was made with; restore the right one "
                 "(KEYVAULT_MASTER_KEY, or master.key beside it)"
@@ -291,6 +291,10 @@ class LocalKeystore:
 def open_lock(folder: Path) -> int:
     """Return a descriptor of the file that open keystores lock."""
     return os.open(folder / f"{KEYSTORE_NAME}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _unfinished(file: Path) -> str:
+    return f"a rotation of the master key of {file} is unfinished; run again: manage.py rotate_master_key"
 
 
 def _lock_shared(folder: Path) -> int:

@@ -9,7 +9,7 @@ import base64
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
@@ -140,8 +140,8 @@ class Rekeying:
 
 
 @contextmanager
-def rekeying(folder: Path, old_key: str, new_key: str) -> Iterator[Rekeying]:
-    """Open a folder's keystore exclusively.
+def rekeying(folder: Path, old_key: str, new_key: Callable[[], str]) -> Iterator[Rekeying]:
+    """Open a folder's keystore exclusively. `new_key` is called after that, so that a refused run makes no key.
 
     Raises StateConflictError while another process has it open, or if there is none.
     """
@@ -163,7 +163,7 @@ def rekeying(folder: Path, old_key: str, new_key: str) -> Iterator[Rekeying]:
             connection.execute("PRAGMA synchronous=FULL")
             # A keystore of an earlier release lacks the table of the rotation.
             connection.executescript(SCHEMA)
-            yield Rekeying(connection, old_key, new_key)
+            yield Rekeying(connection, old_key, new_key())
     finally:
         os.close(descriptor)
 

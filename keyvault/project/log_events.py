@@ -71,7 +71,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "a migration gave way to other transactions": "migration.gave_way",
         "beat has ended; the worker stops": "beat.ended",
         "%s; it may run beside the newer release until the upgrade is complete": "schema.ahead",
-        "not ready: peppers cannot be read yet; run: manage.py check_vault": "start.peppers_unreadable",
+        "not ready: peppers cannot be read yet; run: manage.py check_vault; "
+        "with a wrapped master key: --host keystore": "start.peppers_unreadable",
         "irreversible acts are refused: the clock is wrong": "clock.differs",
         # Maintenance
         "a maintenance step failed": "task.failed",

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from argparse import SUPPRESS, Action
+from argparse import SUPPRESS, Action, BooleanOptionalAction
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,8 @@ def _name_option(action: Action) -> str:
         value = " " + "\\|".join(map(str, action.choices))
     elif action.nargs != 0:
         value = f" {action.metavar or action.dest.upper()}"
+    if isinstance(action, BooleanOptionalAction):
+        return ", ".join(f"`{option}`" for option in action.option_strings)
     return f"`{action.option_strings[-1]}{value}`"
 
 

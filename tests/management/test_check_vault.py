@@ -403,7 +403,9 @@ def test_check_vault_names_files_that_others_can_access(vault_service: Installed
 
 def test_check_vault_names_a_missing_folder(vault_service: InstalledVault, tmp_path: Path) -> None:
     with override_settings(VAULT_CREDENTIALS_DIR=tmp_path / "none"):
-        assert problems_of(diagnose()) == [(str(tmp_path / "none"), "The folder of the logins is missing.")]
+        found = diagnose()
+    assert problems_of(found) == [(str(tmp_path / "none"), "The folder of the logins is missing.")]
+    assert found["findings"][0]["cure"].endswith("--host KIND"), "by default there is no login of a host keystore"
 
 
 def test_check_vault_as_another_user_unwraps_no_secret_id(

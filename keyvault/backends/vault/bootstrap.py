@@ -58,7 +58,7 @@ class BootstrapOptions:
     """Choices of an installation.
 
     `networks`: the networks from which logins are allowed; None: unchanged. `namespace`: use Kubernetes instead of
-    AppRole, for the service accounts `<prefix>-web`, `-worker` and `-setup` in that namespace.
+    AppRole, for the service accounts `<prefix>-web`, `-worker`, `-setup` and `-keystore` in that namespace.
     """
 
     networks: tuple[str, ...] | None = None

@@ -119,7 +119,7 @@ class Diagnosis:
     def _check_folder(self, folder: Path, names: Mapping[str, tuple[VaultRole, str]]) -> set[str]:
         """Check the folder of the logins; return the names with complete files."""
         if not folder.is_dir():
-            self._find(str(folder), "The folder of the logins is missing.", login_advice())
+            self._find(str(folder), "The folder of the logins is missing.", login_advice("--host KIND"))
             return set()
         if (owner := folder.stat().st_uid) != os.geteuid():
             self._find(

@@ -27,8 +27,8 @@ def repair_advice(what: str) -> str:
     return f"Repair {what}: {BOOTSTRAP}. It prints its changes; --dry-run changes nothing."
 
 
-def login_advice(options: str = "") -> str:
-    return f"Create one and copy it to this host: {BOOTSTRAP} --logins-folder FOLDER {options}".strip()
+def login_advice(options: str) -> str:
+    return f"Create one and copy it to this host: {BOOTSTRAP} --logins-folder FOLDER {options}"
 
 
 def read_unreachable(error: BackendError) -> tuple[str, str]:

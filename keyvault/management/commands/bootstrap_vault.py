@@ -58,7 +58,8 @@ class Command(JsonCommand):
         parser.add_argument(
             "--kubernetes-namespace",
             metavar="NAME",
-            help="use Kubernetes instead of AppRole, for the service accounts <prefix>-web, -worker and -setup",
+            help="use Kubernetes instead of AppRole, for the service accounts <prefix>-web, -worker, -setup and "
+            "-keystore",
         )
         parser.add_argument("--dry-run", action="store_true", help="print the changes without applying them")
         parser.add_argument("--logins-folder", type=Path, metavar="DIR", help="create missing logins in this folder")

@@ -66,9 +66,12 @@ def rotate_master_key(
     if new_key_file is None and made.exists() and read_private_file(made) == old_text:
         # A run was killed after it had put the new key in place.
         remove_private_file(made)
-    new_text = read_private_file(new_key_file) if new_key_file else _read_or_make(made, old_text, should_wrap)
+
+    def read_new() -> str:
+        return read_private_file(new_key_file) if new_key_file else _read_or_make(made, old_text, should_wrap)
+
     done = MasterKeyRotation(is_installed=new_key_file is None)
-    with rekeying(settings.DATA_DIR, unwrap_master_key(old_text), unwrap_master_key(new_text)) as keystore:
+    with rekeying(settings.DATA_DIR, unwrap_master_key(old_text), lambda: unwrap_master_key(read_new())) as keystore:
         if not keystore.is_finished():
             keystore.begin()
             while count := keystore.encrypt_batch():
@@ -78,7 +81,7 @@ def rotate_master_key(
                 pass
             keystore.finish()
         if done.is_installed:
-            write_private_file(current, new_text)
+            write_private_file(current, read_private_file(made))
             remove_private_file(made)
     return done
 

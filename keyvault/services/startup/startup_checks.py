@@ -145,7 +145,8 @@ def _load_peppers() -> None:
         except BackendError as error:
             why = error.internal or error.detail
             _log.error(
-                "not ready: peppers cannot be read yet; run: manage.py check_vault",
+                "not ready: peppers cannot be read yet; run: manage.py check_vault; with a wrapped master key: "
+                "--host keystore",
                 extra={"set": pepper_set, "why": why},
             )
         except KeyvaultError as error:

@@ -80,7 +80,7 @@ def test_bootstrap_dry_run_lists_what_a_run_changes(installed_vault: InstalledVa
     planned = changes(fresh, is_dry_run=True)
     assert snapshot(installed_vault) == before
     assert changes(fresh) == planned
-    assert len(planned) == 2 * 8 + 4 * 2 + 2 + 2 * 22  # KV mounts and their options, transit, merchants, logins
+    assert len(planned) == 2 * 8 + 5 * 2 + 2 + 2 * 23  # KV mounts and their options, transit, merchants, logins
 
 
 def test_bootstrap_of_one_environment_skips_the_other(installed_vault: InstalledVault) -> None:

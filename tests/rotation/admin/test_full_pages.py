@@ -47,9 +47,10 @@ def desk(db: None) -> Desk:
     return set_up_desk()
 
 
-def count_queries(client: Client, url: str) -> list[str]:
+def count_queries(client: Client, url: str, *, is_first: bool = True) -> list[str]:
     """Return the queries of a page; with the fixture `menu_counts` including those of the menu's counts."""
-    client.get(url)  # writes what is written once a day
+    if is_first:
+        client.get(url)  # writes what is written once a day
     menu_counts.forget_all()
     with CaptureQueriesContext(connection) as made:
         answer = client.get(url)
@@ -152,7 +153,7 @@ def test_page_of_a_full_rotation_makes_few_queries(desk: Desk, kind: KeyKind) ->
     found = {}
     for (state, stalled_from), is_confirmed in product(STATES, (False, True)):
         put_in(row, state, stalled_from, is_confirmed=is_confirmed)
-        found[(state, stalled_from, is_confirmed)] = len(count_queries(client, url))
+        found[(state, stalled_from, is_confirmed)] = len(count_queries(client, url, is_first=not found))
     assert {place: count for place, count in found.items() if count > MAX_QUERIES} == {}
 
 

@@ -58,7 +58,7 @@ def test_copy_without_a_needed_pepper_is_refused(folder: Path) -> None:
 
 
 def test_copy_of_a_half_encrypted_keystore_is_refused(folder: Path) -> None:
-    with rekeying(folder, (folder / "master.key").read_text(), "A" * 43 + "=") as keystore:
+    with rekeying(folder, (folder / "master.key").read_text(), lambda: "A" * 43 + "=") as keystore:
         keystore.begin()
     with pytest.raises(StateConflictError, match="rotate_master_key"):
         copy(folder)

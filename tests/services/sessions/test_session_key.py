@@ -16,6 +16,7 @@ import pytest
 
 from keyvault.backends import private_files
 from keyvault.models import AuditEntry
+from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.sessions import session_key
 from tests.admin.desk import Desk, address, browser, set_up_desk
 from tests.killing import KilledError
@@ -29,6 +30,7 @@ FORMER = "f" * 60
 
 @pytest.fixture
 def folder(tmp_path: Path, settings: Any) -> Path:
+    secret_backend()  # It is opened once in a process: not in the folder of this test, which is deleted.
     settings.DATA_DIR, settings.SECRET_KEY, settings.IS_SESSION_KEY_SET = tmp_path, FORMER, False
     path = tmp_path / "django.key"
     path.touch(mode=0o600)
