@@ -228,6 +228,13 @@ def test_kv_runs_a_command_as_the_service_does(tmp_path: Path) -> None:
     assert (done.returncode != 0, done.stdout) == (True, "")
 
 
+@pytest.mark.parametrize("page", ["operations", "runbooks", "upgrades"])
+def test_commands_that_start_everything_name_every_process(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", " ")
+    [units] = re.findall(r"^systemctl (?:enable --now|start|restart) (\S+ \S+ \S+ .*)$", text, re.MULTILINE)
+    assert set(units.split()) == {f"keyvault-{name}" for name, row in TABLE.items() if not row.once}
+
+
 def test_backup_steps_never_replace_the_passphrase(tmp_path: Path) -> None:
     """Guarantee: pasting the page's commands twice keeps the passphrase that earlier archives need."""
     [text] = re.findall(r'^```sh title="passphrase"\n(.*?)^```$', OPERATIONS, re.MULTILINE | re.DOTALL)
