@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 from django.db import OperationalError, ProgrammingError
 
@@ -16,7 +17,13 @@ from keyvault.backends.vault.remediation import Finding
 from keyvault.management.json_command import JsonCommand
 from keyvault.models import PepperVersion
 from keyvault.services.peppers.ring import list_served_sets
-from keyvault.services.secrets.backend import choose_login, vault_layout, vault_server
+from keyvault.services.secrets.backend import (
+    choose_login,
+    read_master_key_text,
+    unwrap_master_key,
+    vault_layout,
+    vault_server,
+)
 
 
 class Command(JsonCommand):
@@ -54,6 +61,8 @@ class Command(JsonCommand):
                 problem = f"It is unavailable or not set up ({error})."
                 diagnosis.findings.append(Finding("database", problem, "Check that it is up. Run manage.py setup."))
         diagnosis.run()
+        if options["host"] == "keystore" and not diagnosis.findings:
+            diagnosis.findings += _check_master_key()
         self.healthy = not diagnosis.findings
         return {
             "healthy": self.healthy,
@@ -76,6 +85,18 @@ class Command(JsonCommand):
         super().handle(*args, **options)
         if not self.healthy:
             sys.exit(1)
+
+
+def _check_master_key() -> list[Finding]:
+    """Unwrap this host's master key, if it has one yet."""
+    if not settings.MASTER_KEY and not (settings.DATA_DIR / "master.key").exists():
+        return []
+    try:
+        unwrap_master_key(read_master_key_text())
+    except ImproperlyConfigured as error:
+        cure = "Restore the Vault that wrapped it, or the settings of that Vault. No other key opens the keystore."
+        return [Finding("master key", f"It cannot be used: {error}.", cure)]
+    return []
 
 
 def _find_check_values() -> dict[str, dict[int, bytes]]:

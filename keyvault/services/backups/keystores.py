@@ -18,13 +18,12 @@ from keyvault.backends.local import KEYSTORE_NAME, SCHEMA
 from keyvault.backends.private_files import (
     ensure_private_directory,
     ensure_private_file,
-    read_private_file,
     sync_folder,
 )
 from keyvault.domain.errors import IntegrityError, StateConflictError
 from keyvault.services.backups.databases import copy_sqlite
 from keyvault.services.peppers.installation import LABEL
-from keyvault.services.secrets.backend import open_keystore
+from keyvault.services.secrets.backend import open_keystore, read_master_key_text
 
 PepperNames = Sequence[tuple[str, int]]
 
@@ -73,8 +72,7 @@ def check_keystore(folder: Path, installation: str, peppers: PepperNames) -> Non
     Raises IntegrityError if it is another installation's or lacks a pepper, and ImproperlyConfigured if the master key
     is missing or another one.
     """
-    master_key = settings.MASTER_KEY or read_private_file(settings.DATA_DIR / "master.key")
-    keystore = open_keystore(folder, master_key)
+    keystore = open_keystore(folder, read_master_key_text())
     missing = set()
     for name, number in peppers:
         try:

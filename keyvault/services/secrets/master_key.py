@@ -24,7 +24,12 @@ from keyvault.backends.private_files import (
 )
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.secrets.backend import is_wrapped, make_wrapped_master_key, unwrap_master_key
+from keyvault.services.secrets.backend import (
+    is_wrapped,
+    make_wrapped_master_key,
+    read_master_key_text,
+    unwrap_master_key,
+)
 
 BATCH: Final = 100
 """Rows of one transaction."""
@@ -62,7 +67,7 @@ def rotate_master_key(
     """
     _require_local(new_key_file, should_wrap)
     current, made = settings.DATA_DIR / "master.key", settings.DATA_DIR / "master.key.new"
-    old_text = settings.MASTER_KEY or read_private_file(current)
+    old_text = read_master_key_text()
     if new_key_file is None and made.exists() and read_private_file(made) == old_text:
         # A run was killed after it had put the new key in place.
         remove_private_file(made)

@@ -407,6 +407,10 @@ def test_master_key_is_wrapped_by_a_real_server(
     open_keystore(folder, "")
     with pytest.raises(ImproperlyConfigured, match="has lost the wrapping key"):
         unwrap_master_key(wrapped)
+    write_private_file(folder / "master.key", wrapped)
+    capsys.readouterr()
+    assert run_command_line("check_vault", "--host", "keystore") == 1
+    assert "master key: It cannot be used" in capsys.readouterr().out
     made.admin.delete(f"sys/mounts/{mount}")
     capsys.readouterr()
     assert run_command_line("check_vault", "--host", "keystore") == 1
