@@ -130,6 +130,7 @@ def unit(row: Process) -> str:
     settings = "".join(f"Environment={name}={value}\n" for name, value in row.own_settings("127.0.0.1").items())
     own_file = f"# This process's own KEYVAULT_ORIGIN.\nEnvironmentFile=/etc/keyvault/{row.name}\n" * row.own_origin
     stays = "Restart=always\nRestartSec=1\n"
+    no_limit = "# It starts again for as long as its database is away.\nStartLimitIntervalSec=0\n"
     install = "\n[Install]\nWantedBy=multi-user.target\n"
     socket = (
         "# /run/keyvault is accessible to the group: add nginx's user to it (usermod -aG keyvault www-data).\n"
@@ -144,7 +145,7 @@ def unit(row: Process) -> str:
 Description=Keyvault: {row.description}
 After=network-online.target {wait}
 Wants=network-online.target
-
+{"" if row.once else no_limit}
 [Service]
 Type={"oneshot" if row.once else "exec"}
 User=keyvault
@@ -340,7 +341,13 @@ def _pod(row: Process) -> dict[str, Any]:
             "livenessProbe": {**_probe("/healthz"), "periodSeconds": PROBE_SECONDS},
             "readinessProbe": {**_probe("/readyz"), "periodSeconds": PROBE_SECONDS},
         }
+    elif row.metrics:
+        # It answers there once the process has started, so that a release that cannot start replaces nothing.
+        container["readinessProbe"] = {"tcpSocket": {"port": "metrics"}, "periodSeconds": PROBE_SECONDS}
+    # All pods report under one name: that process is lost when none of them runs, and a new pod ends the alarm.
+    shared_name = {} if row.port or row.once else {"hostname": f"keyvault-{row.name}"}
     return {
+        **shared_name,
         "serviceAccountName": f"keyvault-{row.login}",
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,

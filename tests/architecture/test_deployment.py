@@ -533,6 +533,19 @@ def test_kubernetes_sidecar_answers_the_same_probes_as_the_verifier(probe: str) 
     assert f"b'GET {path} HTTP/1.1" in sidecar[probe]["exec"]["command"][-1]
 
 
+def test_kubernetes_pods_of_a_worker_report_under_one_name_and_replace_none_before_they_have_started() -> None:
+    """Guarantee: a killed pod's successor ends the alarm, and a release that cannot start stops no worker."""
+    for row in TABLE.values():
+        if row.once or row.port:
+            continue
+        spec = pod_of(row)["spec"]
+        assert spec["hostname"] == f"keyvault-{row.name}"
+        (container,) = spec["containers"]
+        assert container["readinessProbe"]["tcpSocket"] == {"port": "metrics"}
+        assert {"name": "metrics", "containerPort": row.metrics} in container["ports"]
+        assert named("Deployment", row.name)["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+
+
 def test_kubernetes_selectors_match_pods() -> None:
     pods = [pod_of(row)["metadata"]["labels"] for row in TABLE.values()]
     for each in objects(BASE):
