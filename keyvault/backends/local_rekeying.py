@@ -59,16 +59,25 @@ class Rekeying:
             )
         return False
 
-    def begin(self) -> None:
-        """Record the new key's check, or compare it with that of the unfinished run. Raises StateConflictError."""
+    def is_begun(self) -> bool:
+        """Whether a run was killed after `begin`. Raises StateConflictError if it had another new key."""
         begun = self._fetch("SELECT nonce, sealed FROM master_key_rotation")
-        if begun is None:
-            nonce = os.urandom(NONCE_BYTES)
-            check = nonce, self._new.encrypt(nonce, CHECK, CHECK)
-            with self._transaction():
-                self._connection.execute("INSERT INTO master_key_rotation VALUES (1, ?, ?, '', '', 0)", check)
-        elif not _opens(self._new, begun):
+        if begun is not None and not _opens(self._new, begun):
             raise StateConflictError("An unfinished rotation has another new master key. Continue it with that key.")
+        return begun is not None
+
+    def require_readable(self) -> None:
+        """Decrypt all records with the former key before `begin`, and write nothing. Raises BackendInvalidError."""
+        records = "SELECT mount, path, version, nonce, sealed FROM records WHERE sealed IS NOT NULL"
+        for record in self._connection.execute(records):
+            self._decrypt_record(*record)
+
+    def begin(self) -> None:
+        """Record the new key's check. From now on no process opens the keystore before `finish`."""
+        nonce = os.urandom(NONCE_BYTES)
+        check = nonce, self._new.encrypt(nonce, CHECK, CHECK)
+        with self._transaction():
+            self._connection.execute("INSERT INTO master_key_rotation VALUES (1, ?, ?, '', '', 0)", check)
 
     def encrypt_batch(self) -> int:
         """Encrypt the next records again. Return how many; 0: all are done. Raises BackendInvalidError."""
@@ -88,19 +97,22 @@ class Rekeying:
         return len(rows)
 
     def _encrypt_record(self, mount: str, path: str, version: int, nonce: bytes, sealed: bytes) -> None:
-        place = associated_data(Mount(mount), path, version)
-        try:
-            body = self._old.decrypt(nonce, sealed, place)
-        except ALTERED:
-            raise BackendInvalidError(
-                "A stored secret was altered, or is at the wrong path.",
-                internal=f"{mount}/{path}@{version} cannot be decrypted with the former master key",
-            ) from None
+        body = self._decrypt_record(mount, path, version, nonce, sealed)
         nonce = os.urandom(NONCE_BYTES)
+        sealed = self._new.encrypt(nonce, body, associated_data(Mount(mount), path, version))
         self._connection.execute(
             "UPDATE records SET nonce = ?, sealed = ? WHERE mount = ? AND path = ? AND version = ?",
-            (nonce, self._new.encrypt(nonce, body, place), mount, path, version),
+            (nonce, sealed, mount, path, version),
         )
+
+    def _decrypt_record(self, mount: str, path: str, version: int, nonce: bytes, sealed: bytes) -> bytes:
+        try:
+            return self._old.decrypt(nonce, sealed, associated_data(Mount(mount), path, version))
+        except ALTERED:
+            raise BackendInvalidError(
+                "A stored secret was altered, or is at the wrong path. Restore the keystore from a backup.",
+                internal=f"{mount}/{path}@{version} cannot be decrypted with the former master key",
+            ) from None
 
     def encrypt_text(self, ciphertext: str) -> str:
         """Return a text that its caller stores, under the new key; unchanged if it is. Raises BackendInvalidError."""

@@ -18,8 +18,9 @@ from keyvault.services.secrets.master_key import rotate_master_key
 class Command(JsonCommand):
     help = (
         "Encrypt the local keystore and the seeds of second factors again, under a new master key. Stop every process "
-        "of this host first; otherwise the command refuses. If it is killed, run it again. Keep the former key: the "
-        "command needs it until it has ended, and so do earlier backups."
+        "of this host first; otherwise the command refuses. It checks first that all of them can be decrypted, and "
+        "otherwise changes nothing. If it is killed, run it again. Keep the former key: the command needs it until it "
+        "has ended, and so do earlier backups."
     )
 
     def add_options(self, parser: CommandParser) -> None:

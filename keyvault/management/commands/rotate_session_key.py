@@ -16,7 +16,8 @@ from keyvault.services.sessions.session_key import FALLBACK_NAME, KEY_NAME, rota
 class Command(JsonCommand):
     help = (
         "Replace the key in the data folder that signs the console's sessions. Restart the servers afterwards. "
-        "Sessions signed with the former key stay valid until they end, within 8 hours. With --end-sessions all end."
+        "Sessions signed with the former key stay valid until they end, within 8 hours. Until then the command refuses "
+        "to replace the key again. With --end-sessions all end."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -30,8 +31,14 @@ class Command(JsonCommand):
             rotate_session_key(grant, ends_sessions=options["end_sessions"])
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
-        files = KEY_NAME if options["end_sessions"] else f"{KEY_NAME} and {FALLBACK_NAME}"
+        folders = "to the data folder of each"
+        # A fallback that an earlier rotation left on another host would still verify the leaked key's sessions.
+        copying = (
+            f"copy {KEY_NAME} {folders}, and delete {FALLBACK_NAME} there"
+            if options["end_sessions"]
+            else f"copy {KEY_NAME} and {FALLBACK_NAME} {folders}"
+        )
         return {
             "ends_sessions": options["end_sessions"],
-            "next": [f"with several hosts, copy {files} to the data folder of each", "restart every server"],
+            "next": [f"with several hosts, {copying}", "restart every server"],
         }

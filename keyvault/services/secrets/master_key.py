@@ -2,10 +2,12 @@
 
 A run that was killed anywhere can be started again, because it changes things in this order: records, texts, audit
 entry, the keystore's own check, and last the file of the key. Until the check is replaced, the former key is needed.
+Because no process starts before such a run has ended, everything is decrypted once before it begins.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +16,7 @@ from django.conf import settings
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
+from keyvault.backends.base import BackendInvalidError
 from keyvault.backends.local_rekeying import Rekeying, rekeying
 from keyvault.backends.private_files import (
     new_master_key,
@@ -60,8 +63,9 @@ def rotate_master_key(
 
     Raises:
         RequestInvalidError: an option is missing or not allowed here, or the secrets are in a Vault.
-        StateConflictError: other processes have the keystore open, or the keys are not those of the unfinished run.
-        BackendInvalidError: a record was altered.
+        StateConflictError: other processes have the keystore open, the keys are not those of the unfinished run, or
+            second factors cannot be decrypted. Unless a run was begun, nothing was changed.
+        BackendInvalidError: a record was altered. Unless a run was begun, nothing was changed.
         ImproperlyConfigured: a key file is missing, malformed, or others may read it, or cannot be unwrapped.
         BackendUnavailableError, BackendDeniedError: a key is wrapped, and the Vault does not answer or refuses.
     """
@@ -78,7 +82,15 @@ def rotate_master_key(
     done = MasterKeyRotation(is_installed=new_key_file is None)
     with rekeying(settings.DATA_DIR, unwrap_master_key(old_text), lambda: unwrap_master_key(read_new())) as keystore:
         if not keystore.is_finished():
-            keystore.begin()
+            is_begun = keystore.is_begun()
+            try:
+                _require_readable(keystore, is_begun=is_begun)
+            except (BackendInvalidError, StateConflictError):
+                if done.is_installed and not is_begun:
+                    remove_private_file(made)
+                raise
+            if not is_begun:
+                keystore.begin()
             while count := keystore.encrypt_batch():
                 done.records += count
             done.second_factors = sum(_encrypt_second_factors(grant, keystore))
@@ -122,14 +134,42 @@ def _require_local(new_key_file: Path | None, should_wrap: bool | None) -> None:
         )
 
 
+def _require_readable(keystore: Rekeying, *, is_begun: bool) -> None:
+    """Raise BackendInvalidError for an altered record, StateConflictError for second factors under neither key."""
+    if not is_begun:
+        keystore.require_readable()
+    usernames = set()
+    for row in chain.from_iterable(_list_second_factors()):
+        try:
+            _encrypt_texts(keystore, row)
+        except BackendInvalidError:
+            usernames.add(row.user.username)
+    if usernames:
+        raise StateConflictError(
+            f"The second factors of these operators cannot be decrypted: {', '.join(sorted(usernames))}. They were set "
+            "up with another secret backend or master key, or were altered. Reset them (manage.py "
+            "reset_operator_factors), and run this command again."
+        )
+
+
+def _list_second_factors() -> Iterator[list[Authenticator]]:
+    """Yield batches of rows. A disabled operator never signs in again, so that its seeds stay as they are."""
+    rows, last = Authenticator.objects.filter(user__is_active=True).select_related("user").order_by("pk"), 0
+    while batch := list(rows.filter(pk__gt=last)[:BATCH]):
+        last = batch[-1].pk
+        yield batch
+
+
+def _encrypt_texts(keystore: Rekeying, row: Authenticator) -> dict[str, str]:
+    return {name: keystore.encrypt_text(row.data[name]) for name in _FIELDS if name in row.data}
+
+
 def _encrypt_second_factors(grant: Grant, keystore: Rekeying) -> Iterator[int]:
     """Encrypt the seeds again, in the order of their rows, and yield how many changed. One under the new key stays."""
-    last = 0
-    while rows := list(Authenticator.objects.filter(pk__gt=last).order_by("pk")[:BATCH]):
-        last = rows[-1].pk
+    for rows in _list_second_factors():
         changed = []
         for row in rows:
-            new = {name: keystore.encrypt_text(row.data[name]) for name in _FIELDS if name in row.data}
+            new = _encrypt_texts(keystore, row)
             if any(row.data[name] != text for name, text in new.items()):
                 row.data |= new
                 changed.append(row)

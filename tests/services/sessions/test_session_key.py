@@ -79,14 +79,35 @@ def test_session_key_rotation_keeps_sessions_for_as_long_as_they_last(
     assert AuditEntry.objects.filter(event="session_key.rotated").count() == 1
 
 
-def test_session_key_rotation_can_end_all_sessions(folder: Path, desk: Desk, settings: Any) -> None:
-    """Guarantee: after a leak of the key no session and no cookie signed with it is accepted."""
+def test_session_key_rotation_can_end_all_sessions(
+    folder: Path, desk: Desk, settings: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guarantee: after a leak of the key no session and no cookie signed with it is accepted, on any host."""
     client = browser(desk.admin)
     assert run_command_line("rotate_session_key") == 0
+    assert "copy django.key and django.key.previous to the data folder of each\n" in capsys.readouterr().out
     assert run_command_line("rotate_session_key", "--end-sessions") == 0
+    assert "copy django.key to the data folder of each, and delete django.key.previous there" in capsys.readouterr().out
     restart(folder, settings)
     assert settings.SECRET_KEY_FALLBACKS == []
     assert client.get(address("keyvault_merchant_changelist")).status_code == 302
+
+
+def test_session_key_rotation_is_not_repeated_while_sessions_of_the_former_key_last(
+    folder: Path, settings: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guarantee: a run that is started again, because its end was not seen, ends no session."""
+    assert run_command_line("rotate_session_key") == 0
+    key, previous = folder / "django.key", folder / "django.key.previous"
+    rotated = key.read_text()
+    assert run_command_line("rotate_session_key") == 1
+    assert "--end-sessions" in capsys.readouterr().err
+    assert (key.read_text(), previous.read_text()) == (rotated, FORMER)
+    assert AuditEntry.objects.filter(event="session_key.rotated").count() == 1
+    long_ago = time.time() - 9 * 3600
+    os.utime(previous, (long_ago, long_ago))
+    assert run_command_line("rotate_session_key") == 0
+    assert previous.read_text() == rotated
 
 
 @contextmanager
