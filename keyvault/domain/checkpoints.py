@@ -174,6 +174,16 @@ def find_signature_fault(signed: Signed, keys: PublicKeys) -> str | None:
     return None
 
 
+def find_version_fault(signed: Signed, before: Signed) -> str | None:
+    """Return why the key's version is not valid after that of the checkpoint before, or None.
+
+    A key is rotated because it may have leaked. So a later checkpoint of a former version may be forged.
+    """
+    if signed.signer != before.signer or signed.key_version >= before.key_version:
+        return None
+    return f"version {signed.key_version} of the key signs it, after version {before.key_version}"
+
+
 @dataclass(slots=True)
 class CheckpointWalk:
     """Incremental verification of one scope's checkpoints, in their order.
@@ -271,7 +281,7 @@ class CheckpointWalk:
             return f"checkpoint {self.newest.number + 1} is missing; {signed.number} follows"
         if checkpoint.previous != self.newest_signed.digest:
             return "it does not contain the digest of the checkpoint before it"
-        return None
+        return find_version_fault(signed, self.newest_signed)
 
     def _find_head_fault(self, checkpoint: Checkpoint, find_hash: FindHash | None) -> str | None:
         for chain, head in checkpoint.heads.items():

@@ -15,6 +15,7 @@ from keyvault.domain.plaintext import Plaintext
 from keyvault.management.json_command import JsonCommand, call
 from keyvault.services.backups.restore import check_fit, checked_archive, record_restore, restore_backup
 from keyvault.services.recording.authorization import authorize
+from keyvault.services.startup.migrating import ensure_migrated
 
 _NEXT = [
     "on every other host with a revocation log: manage.py replay_revocations",
@@ -28,7 +29,8 @@ class Command(JsonCommand):
     help = (
         "Restore an archive of `backup` into an empty database, set it up, and revoke again what this host's "
         "revocation log and the revocation anchor name. First stop every process on all hosts. The log is never "
-        "replaced, and the keystore only where there is none. Repeatable. --check writes nothing."
+        "replaced, and the keystore only where there is none. If it is killed, run it again, with --replace if it "
+        "asks for it. --check writes nothing."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -37,7 +39,9 @@ class Command(JsonCommand):
             "--passphrase-file", metavar="FILE", type=Path, required=True, help="a file that only its owner may read"
         )
         parser.add_argument("--check", action="store_true", help="check the archive without writing")
-        parser.add_argument("--replace", action="store_true", help="delete the rows of a database that is not empty")
+        parser.add_argument(
+            "--replace", action="store_true", help="replace this service's tables in a database that is not empty"
+        )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
         passphrase = Plaintext(read_private_file(options["passphrase_file"]))
@@ -55,21 +59,21 @@ class Command(JsonCommand):
         return {**restored.manifest, "keystore": restored.keystore, **self._finish(restored.manifest)}
 
     def _finish(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Set the database up for this release, and replay. Each is a command that may be run again by hand."""
+        """Set the database up for this release, and replay. Each is a command that may be run again by hand.
+
+        The sessions end first: what setup needs, such as the Vault, may be missing for long.
+        """
+        ensure_migrated()
+        record_restore(authorize(HOST, Permission.INSTALLATION_MAINTAIN, now=self.now), manifest)
         fault = ""
         replay: dict[str, Any] = {"replayed": [], "unknown": []}
         try:
             call("setup")
+            replay = call("replay_revocations")
         except (CommandError, ImproperlyConfigured) as error:
             fault = str(error)
-        record_restore(authorize(HOST, Permission.INSTALLATION_MAINTAIN, now=self.now), manifest)
-        if not fault:
-            try:
-                replay = call("replay_revocations")
-            except CommandError as error:
-                fault = str(error)
-            except SystemExit:
-                fault = "work remains; run: manage.py replay_revocations"
+        except SystemExit:
+            fault = "work remains; run: manage.py replay_revocations"
         self.is_done = not fault
         steps = [f"the database is restored, and the service does not start yet: {fault}"] if fault else []
         return {

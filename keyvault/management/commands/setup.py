@@ -6,23 +6,23 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError
 from django.db import connection
-from django.db.migrations.executor import MigrationExecutor
 
 from keyvault.management.json_command import JsonCommand
-from keyvault.models.triggers import missing_triggers
 from keyvault.services.peppers.installation import record_compatibility
 from keyvault.services.peppers.ring import ensure_peppers
 from keyvault.services.revocations.log_opening import open_revocation_log, recover_revocation_log
-from keyvault.services.startup.migrating import migrate
-from keyvault.services.startup.startup_checks import format_log_loss, require_compatible_release
+from keyvault.services.startup.migrating import ensure_migrated
+from keyvault.services.startup.startup_checks import format_log_loss
 
 
 class Command(JsonCommand):
     help = "Migrate the database, open the keystore, create the first peppers and check them. Repeatable."
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        if self._needs_migration():
-            migrate()
+        try:
+            ensure_migrated()
+        except ImproperlyConfigured as error:
+            raise CommandError(f"nothing was set up: {error}") from None
         # Recorded before the secret backend is needed: otherwise a process of an old release could start first.
         record_compatibility(self.now)
         ensure_peppers(self.now)
@@ -30,13 +30,3 @@ class Command(JsonCommand):
         if not open_revocation_log(self.now):
             raise CommandError(f"The database is set up, but the service will not start: {format_log_loss(unread)}")
         return {"database": connection.vendor, "ready": True}
-
-    def _needs_migration(self) -> bool:
-        """Return whether migrations or triggers are missing. Otherwise setup writes none of them."""
-        executor = MigrationExecutor(connection)
-        try:
-            require_compatible_release(executor.loader)
-        except ImproperlyConfigured as error:
-            raise CommandError(f"nothing was set up: {error}") from None
-        pending = executor.migration_plan(executor.loader.graph.leaf_nodes())
-        return bool(pending) or bool(missing_triggers(connection))

@@ -38,6 +38,7 @@ from keyvault.domain.checkpoints import (
     SignedCheckpoint,
     checkpoint_bytes,
     find_signature_fault,
+    find_version_fault,
     parse_checkpoint,
     scope_of,
 )
@@ -439,11 +440,13 @@ def _is_own(signed: SignedCheckpoint, keys: PublicKeys) -> bool:
     """Whether this service's signer has signed a checkpoint; False: it names another signer, such as a replaced one.
 
     Only own checkpoints are recorded outside the database. Raises IntegrityError if it names this service's signer and
-    the signature is not valid: a lost signing key must be restored, and the checkpoint may be forged.
+    the signature or the key's version is not valid: a lost signing key must be restored, and the checkpoint may be
+    forged.
     """
     if signed.signer != audit_signer().name(signed.scope):
         return False
-    why = find_signature_fault(signed, keys)
+    before = find_checkpoint(signed.scope, signed.number - 1)
+    why = find_signature_fault(signed, keys) or (before and find_version_fault(signed, before))
     if why is not None:
         raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
     return True

@@ -62,7 +62,10 @@ class TransitSigner:
 
 @dataclass(frozen=True, slots=True)
 class LocalSigner:
-    """Signs with one key per scope, created at its first signature and never replaced: version 1."""
+    """Signs with the newest version of one key per scope. The first signature creates version 1.
+
+    Former versions stay: their public keys verify what they signed.
+    """
 
     keystore: SecretBackend
 
@@ -71,33 +74,46 @@ class LocalSigner:
 
     def sign(self, scope: str, message: bytes) -> Signature:
         try:
-            key = self._read(scope)
+            version, key = self._read(scope)
         except BackendMissingError:
-            key = self._make(scope)
-        return Signature(key.sign(message), 1)
+            version, key = self._make(scope)
+        return Signature(key.sign(message), version)
 
     def read_public_keys(self, scope: str) -> dict[int, bytes]:
-        try:
-            return {1: self._read(scope).public_key().public_bytes_raw()}
-        except BackendMissingError:
-            return {}
+        keys = [self._read(scope, stored.version) for stored in self.keystore.versions(Mount.AUDIT, _path(scope))]
+        return {version: key.public_key().public_bytes_raw() for version, key in keys}
 
-    def _read(self, scope: str) -> Ed25519PrivateKey:
-        stored = self.keystore.read(Mount.AUDIT, f"audit-{scope}")
-        return Ed25519PrivateKey.from_private_bytes(base64.b64decode(stored.secret.reveal()))
+    def rotate(self, scope: str) -> int:
+        """Create the next version, which signs from now on, and return its number.
 
-    def _make(self, scope: str) -> Ed25519PrivateKey:
+        Raises BackendConflictError if another process creates it, and IntegrityError as `sign`.
+        """
+        stored = self.keystore.versions(Mount.AUDIT, _path(scope))
+        return self._put(scope, stored[-1].version) if stored else self._make(scope)[0]
+
+    def _read(self, scope: str, version: int | None = None) -> tuple[int, Ed25519PrivateKey]:
+        stored = self.keystore.read(Mount.AUDIT, _path(scope), version)
+        return stored.version, Ed25519PrivateKey.from_private_bytes(base64.b64decode(stored.secret.reveal()))
+
+    def _make(self, scope: str) -> tuple[int, Ed25519PrivateKey]:
         """Create the scope's key. Raises IntegrityError when a lost key has already signed checkpoints."""
         if AuditCheckpoint.objects.filter(scope=scope, signer=LOCAL).exists():
             raise IntegrityError(
                 "The key that signs the audit log is gone.",
                 internal=f"the keystore has no audit-{scope}: restore the one that belongs to this database",
             )
-        new_key = Plaintext(base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode())
         # On a conflict another worker was first; use its key.
         with suppress(BackendConflictError):
-            self.keystore.put(Mount.AUDIT, f"audit-{scope}", new_key, {"scope": scope}, expected_version=0)
+            self._put(scope, 0)
         return self._read(scope)
+
+    def _put(self, scope: str, newest: int) -> int:
+        new_key = Plaintext(base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode())
+        return self.keystore.put(Mount.AUDIT, _path(scope), new_key, {"scope": scope}, expected_version=newest)
+
+
+def _path(scope: str) -> str:
+    return f"audit-{scope}"
 
 
 def audit_signer() -> AuditSigner:

@@ -1,6 +1,7 @@
 """Copy the database into a stream, and a stream into an empty database.
 
-PostgreSQL: `pg_dump` and `pg_restore`, of the server's version, on PATH. SQLite: its backup API, by way of a file.
+PostgreSQL: `pg_dump`, `pg_restore` and `psql`, of the server's version, on PATH. SQLite: its backup API, by way of a
+file.
 """
 
 import os
@@ -16,6 +17,7 @@ from typing import IO, Any, cast
 
 import psycopg
 from django.db import connection, connections
+from django.db.migrations.recorder import MigrationRecorder
 from psycopg import IsolationLevel, pq
 from psycopg.conninfo import make_conninfo
 
@@ -91,19 +93,52 @@ def _copying_postgres() -> Iterator[tuple[DatabaseFacts, IO[bytes]]]:
 
 
 def _write_postgres(chunks: Iterable[bytes], *, is_replacing: bool) -> None:
+    """Have `pg_restore` write its statements into the transaction of one `psql`.
+
+    Its own `--clean` would fail for a database of a later schema, whose tables refer to those of the archive. `psql`
+    rolls back unless it is told to commit: after the end of a `pg_restore` that has succeeded.
+    """
     _require_no_other_client()
+    drop = _drop_statements() if is_replacing else ""
     connections.close_all()
     conninfo, _ = _read_conninfo()
-    restore = ["pg_restore", "--no-owner", "--no-privileges", "--single-transaction", "--exit-on-error"]
+    write = ["psql", "--no-psqlrc", "--quiet", "--set=ON_ERROR_STOP=1", "--output=/dev/null"]
+    read = ["pg_restore", "--no-owner", "--no-privileges", "--file=-"]
     replace = ["--clean", "--if-exists"] if is_replacing else []
-    with _running([*restore, *replace, f"--dbname={conninfo}"], stdin=subprocess.PIPE) as process:
-        target = cast("IO[bytes]", process.stdin)
-        # A program that has failed closes its input. Its exit status and error output say why.
+    failure = None
+    # A program that has failed closes its input. Its exit status and error output say why.
+    with _running([*write, f"--dbname={conninfo}"], stdin=subprocess.PIPE) as writer:
+        statements = cast("IO[bytes]", writer.stdin)
         with suppress(BrokenPipeError):
-            for chunk in chunks:
-                target.write(chunk)
+            statements.write(f"BEGIN;\n{drop}\n".encode())
+            statements.flush()
+        try:
+            with _running([*read, *replace], stdin=subprocess.PIPE, stdout=statements) as reader:
+                archive = cast("IO[bytes]", reader.stdin)
+                with suppress(BrokenPipeError):
+                    for chunk in chunks:
+                        archive.write(chunk)
+                with suppress(BrokenPipeError):
+                    archive.close()
+        except DependencyUnavailableError as error:
+            failure = error
         with suppress(BrokenPipeError):
-            target.close()
+            if failure is None:
+                statements.write(b"COMMIT;\n")
+            statements.close()
+    # Raised last: if `psql` has failed, `pg_restore` only says that nobody reads its output.
+    if failure is not None:
+        raise failure
+
+
+def _drop_statements() -> str:
+    """Return SQL that drops this service's tables, those of other releases included, and what refers to them."""
+    known = {MigrationRecorder.Migration._meta.db_table, *connection.introspection.django_table_names()}
+    with connection.cursor() as cursor:
+        found = connection.introspection.table_names(cursor)
+    own = [name for name in found if name in known or name.startswith("keyvault_")]
+    drops = [f"DROP TABLE {connection.ops.quote_name(name)} CASCADE;" for name in own]
+    return "\n".join(["SET client_min_messages = warning;", *drops])
 
 
 def _require_no_other_client() -> None:
@@ -127,7 +162,7 @@ def _read_conninfo() -> tuple[str, str | None]:
 
 @contextmanager
 def _running(
-    command: list[str], stdin: int | None = None, stdout: int | None = None
+    command: list[str], stdin: int | None = None, stdout: int | IO[bytes] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program of PostgreSQL. Raises DependencyUnavailableError if it is missing or fails."""
     name = command[0]

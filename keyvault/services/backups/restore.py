@@ -1,17 +1,18 @@
 """Check an archive, and restore it: first the keystore, if this host has none, then the database in one transaction.
 
 The restore neither reads nor writes the revocation log and the anchor of this host. They show afterwards which
-revocations the restored database lacks. It may be killed at any point and run again.
+revocations the restored database lacks. It may be killed at any point and run again, with `is_replacing` if the
+database was written.
 """
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from django.conf import settings
-from django.db import connection
+from django.db import DatabaseError, connection
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
@@ -20,7 +21,7 @@ from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.releases import RELEASE, parse_release
 from keyvault.domain.revocation_log import Opened
-from keyvault.models import ConsoleSession, ServiceProcess
+from keyvault.models import ConsoleSession, Installation, ServiceProcess
 from keyvault.services.backups.backup import DATABASE, KEYSTORE
 from keyvault.services.backups.databases import is_database_empty, write_database
 from keyvault.services.backups.keystores import check_keystore, extract_keystore, has_keystore, install_keystore
@@ -82,9 +83,7 @@ def restore_backup(path: Path, passphrase: Plaintext, *, is_replacing: bool) -> 
         manifest = archive.manifest
         check_fit(manifest)
         if not is_replacing and not is_database_empty():
-            raise StateConflictError(
-                "The database is not empty. Restore into a new database, or add --replace, which deletes its rows."
-            )
+            raise _not_empty_error(manifest["installation"])
         keystore = "in the Vault" if settings.IS_VAULT else _restore_keystore(archive, folder)
         # Last: a database that is in place shows that the restore is complete.
         write_database(folder, archive.read(DATABASE), is_replacing=is_replacing)
@@ -105,6 +104,16 @@ def record_restore(grant: Grant, manifest: dict[str, Any]) -> None:
     ):
         ConsoleSession.objects.all().delete()
         ServiceProcess.objects.all().delete()
+
+
+def _not_empty_error(installation: str) -> StateConflictError:
+    again = ""
+    with suppress(DatabaseError):  # It may be another service's database.
+        if Installation.objects.filter(installation_id=installation).exists():
+            again = "If a restore was interrupted, run it again with --replace. "
+    return StateConflictError(
+        f"The database is not empty. {again}Restore into a new database, or add --replace, which deletes its rows."
+    )
 
 
 def _restore_keystore(archive: ArchiveReader, folder: Path) -> str:

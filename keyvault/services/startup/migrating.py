@@ -13,9 +13,12 @@ from typing import Final
 from django.core.management import call_command
 from django.db import DatabaseError, OperationalError, connection
 from django.db.backends.utils import CursorWrapper
+from django.db.migrations.executor import MigrationExecutor
 from psycopg.errors import DeadlockDetected, LockNotAvailable
 
 from keyvault.domain.errors import DependencyUnavailableError
+from keyvault.models.triggers import missing_triggers
+from keyvault.services.startup.startup_checks import require_compatible_release
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +31,17 @@ PAUSE_SECONDS = 2.0
 
 _MIGRATOR: Final = (0x4B_56, 0x6D_69_67_72)
 """Advisory lock of the process that migrates."""
+
+
+def ensure_migrated() -> None:
+    """Migrate if migrations or triggers are missing.
+
+    Raises ImproperlyConfigured if the database needs a later release, and what `migrate` raises.
+    """
+    executor = MigrationExecutor(connection)
+    require_compatible_release(executor.loader)
+    if executor.migration_plan(executor.loader.graph.leaf_nodes()) or missing_triggers(connection):
+        migrate()
 
 
 def migrate() -> None:

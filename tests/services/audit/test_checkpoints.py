@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from django.conf import settings
+from django.core.management.base import CommandError
 from django.db import connection, transaction
 from django.db.models import F
 from django.test import override_settings
@@ -37,6 +38,7 @@ from keyvault.domain.checkpoints import (
     scope_of,
 )
 from keyvault.domain.environments import Environment
+from keyvault.management.json_command import call
 from keyvault.models import Account, AuditChain, AuditCheckpoint, AuditEntry, WorkLease
 from keyvault.models.triggers import ensure_triggers
 from keyvault.services.audit import checkpoints
@@ -48,6 +50,7 @@ from keyvault.services.audit.checkpoints import (
     list_checkpoints,
     read_public_keys,
     sign_due,
+    signing_lease,
     verify_checkpoints,
 )
 from keyvault.services.audit.export import export_log, export_newest
@@ -543,6 +546,38 @@ def test_local_signer_keys_of_the_scopes_differ_and_stay(written: Iterator[datet
     assert len(set(first.values())) == 3
 
 
+@pytest.mark.sqlite
+def test_rotated_local_keys_verify_earlier_checkpoints_and_sign_no_later_ones(
+    db: None, moments: Iterator[datetime], tmp_path: Any
+) -> None:
+    """Guarantee: after a leak of the signing key, a checkpoint that it signs is detected."""
+    with own_keystore(tmp_path):
+        make_merchant("acme")
+        for versions in ([], [1, 1]):
+            assert [version for _, _, version in read_public_keys()[0]] == versions
+            write()
+            sign_due(next(moments))
+        leaked = LocalSigner(secret_backend())._read("sandbox")[1]
+        assert call("rotate_audit_keys")["versions"] == {"sandbox": 2, "production": 1, "service": 2}
+        assert AuditEntry.objects.filter(event="audit_keys.rotated").count() == 1
+        write()
+        sign_due(next(moments))
+        assert list(_rows().order_by("number").values_list("key_version", flat=True)) == [1, 1, 2]
+        assert {version for _, _, version in read_public_keys()[0]} == {1, 2}
+        assert (first_break(), off_host().first_broken) == (None, None)
+
+        write()
+        _forge(leaked)
+        assert sign_due(next(moments)) == 0
+        why = "version 1 of the key signs it, after version 2"
+        assert f"sandbox checkpoint 4: {why}" in WorkLease.objects.get(subject=signing_lease("sandbox")).last_error
+        for found in (verify()["sandbox"].broken, off_host().first_broken):
+            assert found == Break("checkpoints:sandbox", 4, why)
+
+        with override_settings(IS_VAULT=True), pytest.raises(CommandError, match="the Vault, which rotates them"):
+            call("rotate_audit_keys")
+
+
 # --- verification ----------------------------------------------------------------------------------------------
 
 
@@ -582,7 +617,7 @@ def _rewrite() -> None:
     AuditChain.objects.filter(name=CHAIN).update(head_hash=previous)
 
 
-def _forge() -> None:
+def _forge(key: Ed25519PrivateKey | None = None) -> None:
     """Add a well-formed next checkpoint, signed with another key."""
     newest = checkpoints.find_newest("sandbox")
     assert newest is not None
@@ -592,7 +627,7 @@ def _forge() -> None:
         number=4,
         at=parse_checkpoint(body).at,
         body=body,
-        signature=Ed25519PrivateKey.generate().sign(body),
+        signature=(key or Ed25519PrivateKey.generate()).sign(body),
         signer=LOCAL,
         key_version=1,
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from tests.services.revocations.test_restore_drill import (
@@ -28,14 +29,14 @@ from tests.services.revocations.test_restore_drill import (
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # starts some thirty processes
 
-KILL_BEFORE_THE_DATABASE = """
+KILL_AT = """
 import os, signal, sys, django
 from unittest import mock
 from django.core.management import execute_from_command_line
 django.setup()
 def kill(*arguments, **options): os.kill(os.getpid(), signal.SIGKILL)
-with mock.patch("keyvault.services.backups.restore.write_database", kill):
-    execute_from_command_line(["manage.py", *sys.argv[1:]])
+with mock.patch(sys.argv[1], kill):
+    execute_from_command_line(["manage.py", *sys.argv[2:]])
 """
 
 EVENTS = """
@@ -169,6 +170,14 @@ def drill_on_the_same_host(drill: Drill) -> None:
     sessions, processes = host.run_json("-c", COUNT_ENDED)
     assert sessions == 0, "a session that ended after the backup must not come back"
     assert processes == 0, "a process of the former installation must not be reported as lost"
+
+    # Killed before the secret backend is used, and run again.
+    target = "keyvault.management.commands.setup.ensure_peppers"
+    killed = host.run("-c", KILL_AT, target, *drill.restoring("--replace"))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert host.run_json("-c", EVENTS) == ["backup.started", "backup.restored"]
+    assert host.run_json("-c", COUNT_ENDED) == [0, 0], "a session must end before anything can be missing"
+    assert "If a restore was interrupted, run it again with --replace" in drill.restore(host).stderr
     again = json.loads(drill.restore(host, "--replace").stdout)
     assert (again["ready"], len(again["replayed"])) == (True, 5), "the restore is repeatable"
     assert host.run_json("-c", DUMP_STATE)["keys"] == before["keys"]
@@ -221,7 +230,7 @@ def drill_on_a_new_host(drill: Drill, *, by_export: bool) -> None:
     master_key.write_text((drill.data(host) / "master.key").read_text())
 
     # Killed after the keystore and before the database, and run again.
-    killed = new.run("-c", KILL_BEFORE_THE_DATABASE, *drill.restoring())
+    killed = new.run("-c", KILL_AT, "keyvault.services.backups.restore.write_database", *drill.restoring())
     assert killed.returncode == -signal.SIGKILL
     done = drill.restore(new)
     assert done.returncode == 1
@@ -326,10 +335,45 @@ def test_restore_while_a_process_uses_postgresql_is_refused(postgres_drill: Dril
 def fake_program(folder: Path, name: str, script: str) -> Path:
     """Put a program before PostgreSQL's own one on PATH."""
     programs = folder / f"fake-{name}"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
     (programs / name).write_text(f"#!/bin/sh\n{script}\n")
     (programs / name).chmod(0o755)
     return programs
+
+
+@pytest.mark.postgres
+def test_restore_replaces_a_database_of_a_newer_schema(postgres_drill: Drill) -> None:
+    """Guarantee: an archive of before an upgrade replaces what the upgrade has added, in one transaction."""
+    drill, host = postgres_drill, postgres_drill.host
+    host.run_json("-c", CREATE)
+    drill.back_up()
+    before = host.run_json("-c", DUMP_STATE)
+    with psycopg.connect(drill.database.url) as connection:
+        # As a later release: a table, and a constraint between two tables that the archive has.
+        connection.execute("CREATE TABLE keyvault_newer (account bigint REFERENCES keyvault_account)")
+        connection.execute("ALTER TABLE keyvault_merchant ADD newer bigint REFERENCES keyvault_account")
+        connection.execute("CREATE TABLE of_another_service (merchant text)")
+        connection.execute("UPDATE keyvault_merchant SET status = 'offboarded' WHERE merchant_id = 'globex'")
+    assert (newer := host.run_json("-c", DUMP_STATE)) != before
+
+    real, database = host.environ["PATH"], drill.database
+    assert isinstance(database, PostgresDump)
+    for script, why in [
+        (f'"{database.programs}/pg_restore" "$@" | head -c 100000; echo torn >&2; exit 1', "torn"),
+        (f'"{database.programs}/pg_restore" "$@"; echo "SELECT 1/0;"', "division by zero"),
+    ]:
+        host.environ["PATH"] = f"{fake_program(drill.folder, 'pg_restore', script)}{os.pathsep}{real}"
+        failed = drill.restore(host, "--replace")
+        assert (failed.returncode, why in failed.stderr) == (1, True), failed.stderr
+        assert host.run_json("-c", DUMP_STATE) == newer, "nothing was dropped"
+    host.environ["PATH"] = real
+
+    done = drill.restore(host, "--replace")
+    assert done.returncode == 0, done.stderr
+    assert host.run_json("-c", DUMP_STATE)["offboarded"] == before["offboarded"]
+    with psycopg.connect(drill.database.url) as connection:
+        tables = connection.execute("SELECT to_regclass('keyvault_newer'), to_regclass('of_another_service')")
+        assert tables.fetchone() == (None, "of_another_service")
 
 
 @pytest.mark.postgres

@@ -878,6 +878,7 @@ WITHOUT_OWN_ENTRY = {
 }
 
 TESTED_WITH_FILES = {
+    "audit.signing_keys.rotate_signing_keys": "tests/services/audit/test_checkpoints.py",
     "backups.backup.make_backup": "tests/services/backups/test_backup_drill.py",
     "secrets.master_key.rotate_master_key": "tests/services/secrets/test_master_key.py",
     "sessions.session_key.rotate_session_key": "tests/services/sessions/test_session_key.py",
