@@ -21,6 +21,7 @@ from keyvault.admin.framework.actions import (
     Cleaned,
     CreateAction,
     RowAction,
+    UtcField,
     run_service,
 )
 from keyvault.admin.framework.activity import name_event
@@ -57,7 +58,7 @@ from keyvault.services.approvals.inbox import (
 
 
 class AllSeenForm(ActionForm):
-    until = forms.DateTimeField(widget=forms.HiddenInput)
+    until = UtcField(widget=forms.HiddenInput)
 
 
 def _all_seen(grant: Grant, cleaned: Cleaned) -> ActionResult:
