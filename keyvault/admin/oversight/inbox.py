@@ -55,6 +55,7 @@ from keyvault.services.approvals.inbox import (
     mark_seen,
     with_label,
 )
+from keyvault.services.webhooks.endpoints import host_of
 
 
 class AllSeenForm(ActionForm):
@@ -271,7 +272,7 @@ def _deliveries(notice: Notice) -> Table:
         ["endpoint", "state", "attempts", "last response", "delivered"],
         [
             [
-                link(reverse("admin:keyvault_webhookendpoint_change", args=[row.endpoint_id]), row.endpoint.url),
+                link(reverse("admin:keyvault_webhookendpoint_change", args=[row.endpoint_id]), host_of(row.endpoint)),
                 badge(row.state),
                 row.attempts,
                 row.last_error or row.last_status or "none",
