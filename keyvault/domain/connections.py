@@ -41,7 +41,7 @@ def read_credentials(text: Plaintext, mode: ConnectionMode) -> Plaintext:
     stripped = text.reveal().replace("\r\n", "\n").strip()
     fault = _find_fault(stripped, mode)
     if fault:
-        raise RequestInvalidError("These credentials cannot be stored.", [Fault("/credentials", fault)])
+        raise RequestInvalidError("These credentials cannot be stored.", [Fault("/secret", fault)])
     return Plaintext(stripped)
 
 

@@ -64,7 +64,7 @@ _NOTHING_FOUND = "The text contains no key and no key id. It is not shown again.
 
 
 class PasteForm(forms.Form):
-    """The name of the field begins with `secret`, so that the page of an expired session does not keep it."""
+    """The name of the field contains `secret`, so that the page of an expired session does not keep it."""
 
     secret_text = forms.CharField(
         label="What leaked",

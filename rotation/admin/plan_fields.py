@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from django import forms
 from django.utils.html import format_html
 
-from keyvault.admin.framework.actions import ActionForm, ActionGroup, Cleaned
+from keyvault.admin.framework.actions import ActionForm, ActionGroup, Cleaned, UtcField
 from keyvault.admin.framework.widgets import NOTHING, Difference, moment, seconds
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, RequestInvalidError
@@ -49,21 +49,6 @@ class PeriodField(forms.CharField):
         if match is None:
             raise forms.ValidationError("Invalid period. Enter a number with s, m, h or d, such as 30m or 7d.")
         return int(match[1]) * _UNITS[match[2]]
-
-
-class UtcField(forms.DateTimeField):
-    """Time in UTC, in the format of a `datetime-local` input."""
-
-    def __init__(self, **options: Any) -> None:
-        widget = forms.DateTimeInput(attrs={"type": "datetime-local"}, format="%Y-%m-%dT%H:%M")
-        super().__init__(widget=widget, **options)
-
-    def to_python(self, value: Any) -> Any:
-        at = super().to_python(value)
-        try:
-            return None if at is None else at.astimezone(UTC)
-        except OverflowError as error:
-            raise forms.ValidationError("The time is out of range.") from error
 
 
 class ClockField(forms.CharField):

@@ -4,13 +4,13 @@ from typing import Any
 
 from django import forms
 
-from keyvault.admin.framework.actions import Cleaned, ReasonForm, RowLookup, VersionedForm, reason_field
+from keyvault.admin.framework.actions import Cleaned, ReasonForm, RowLookup, UtcField, VersionedForm, reason_field
 from keyvault.admin.framework.choices import ComboboxInput
 from keyvault.admin.framework.four_eyes import ApproveForm
 from keyvault.domain.keys import KeyState
 from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential
-from rotation.admin.plan_fields import PlanForm, UtcField, form_field, overrides_in, section_groups
+from rotation.admin.plan_fields import PlanForm, form_field, overrides_in, section_groups
 from rotation.domain.plan_fields import FIELDS, PlanOverrides
 from rotation.domain.policy import Plan
 from rotation.models import Rotation

@@ -270,7 +270,7 @@ def enroll_and_sign_in(filled: Filled, inspector: Inspector) -> None:
     page.goto(invited["enrolment_url"])
     inspector.inspect(page)
     page.locator("[name=password]").fill(password)
-    page.locator("[name=repeated]").fill(password)
+    page.locator("[name=password_again]").fill(password)
     service.operators["new"] = (password, page.locator(".totp code").inner_text())
     submit(filled, page, "new", "Finish with the app's code")
     page.get_by_role("heading", name="Recovery codes").wait_for()

@@ -43,7 +43,7 @@ class InvitationForm(FactorForm):
         widget=forms.PasswordInput(attrs={"autocomplete": "new-password"}),
         help_text="At least 12 characters.",
     )
-    repeated = forms.CharField(
+    password_again = forms.CharField(
         label="Password again",
         strip=False,
         max_length=4096,
@@ -51,8 +51,8 @@ class InvitationForm(FactorForm):
     )
 
     def clean(self) -> dict[str, Any]:
-        if self.cleaned_data.get("password") != self.cleaned_data.get("repeated"):
-            self.add_error("repeated", "The two passwords differ.")
+        if self.cleaned_data.get("password") != self.cleaned_data.get("password_again"):
+            self.add_error("password_again", "The two passwords differ.")
         return self.cleaned_data
 
 

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,19 @@ class VersionedForm(ActionForm):
     @classmethod
     def initial_for(cls, row: Any) -> dict[str, Any]:
         return {"version": row.version}
+
+
+class UtcField(forms.DateTimeField):
+    """Time in UTC, in the format of a `datetime-local` input."""
+
+    widget = forms.DateTimeInput(attrs={"type": "datetime-local"}, format="%Y-%m-%dT%H:%M")
+
+    def to_python(self, value: Any) -> Any:
+        at = super().to_python(value)
+        try:
+            return None if at is None else at.astimezone(UTC)
+        except OverflowError as error:
+            raise forms.ValidationError("The time is out of range.") from error
 
 
 class RowLookup(ScopedField, _ModelChoiceField):

@@ -71,7 +71,7 @@ class ConcealedText(forms.Textarea):
 
 
 class SecretField(forms.CharField):
-    """Text field whose cleaned value is a `Plaintext`."""
+    """Text field whose cleaned value is a `Plaintext`. Its name contains `secret`, so that no page shows it again."""
 
     widget = ConcealedText
 
@@ -80,7 +80,7 @@ class SecretField(forms.CharField):
 
 
 class CredentialsForm(ActionForm):
-    credentials = SecretField(
+    secret = SecretField(
         label="Credentials",
         max_length=2 * MAX_BYTES,
         help_text=f"A secret string or a flat JSON object of strings; at most {MAX_BYTES} bytes. Never shown again.",
@@ -91,7 +91,7 @@ class ConnectionForm(CredentialsForm, AccountForm):
     environment = environment_field("Sandbox uses test mode, production uses live mode.")
     provider = forms.CharField(max_length=64, help_text="a-z, 0-9 and inner hyphens, such as stripe.")
 
-    field_order = ("merchant", "environment", "provider", "credentials")
+    field_order = ("merchant", "environment", "provider", "secret")
 
 
 class ReplaceForm(VersionedForm, CredentialsForm):
@@ -100,12 +100,12 @@ class ReplaceForm(VersionedForm, CredentialsForm):
 
 def _set(grant: Grant, cleaned: Cleaned) -> ActionResult:
     account = account_from(cleaned)
-    connection = set_connection(grant, account, cleaned["provider"], cleaned["credentials"])
+    connection = set_connection(grant, account, cleaned["provider"], cleaned["secret"])
     return ActionResult(f"Stored {connection} of {account}.", row=connection)
 
 
 def _replace(grant: Grant, connection: ProviderConnection, cleaned: Cleaned) -> ActionResult:
-    replace_connection(grant, connection, cleaned["credentials"])
+    replace_connection(grant, connection, cleaned["secret"])
     return ActionResult("Credentials replaced. A worker destroys the previous ones.")
 
 

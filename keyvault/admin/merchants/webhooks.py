@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django import forms
+from django.contrib import admin
 from django.db.models import Case, Model, Q, QuerySet, When
 from django.http import HttpRequest
 from django.urls import reverse
@@ -180,7 +181,7 @@ class WebhookEndpointAdmin(AccountRowAdmin):
         ),
     )
 
-    list_display = ("url", "merchant", "environment_badge", "state_badge", "created")
+    list_display = ("host", "merchant", "environment_badge", "state_badge", "created")
     list_filter = (
         state_filter(_by_state),
         "account__environment",
@@ -189,6 +190,10 @@ class WebhookEndpointAdmin(AccountRowAdmin):
     search_help_text = "By merchant id."
     sortable_by = ()
     ordering = ("-id",)
+
+    @admin.display(description="host")
+    def host(self, endpoint: WebhookEndpoint) -> str:
+        return host_of(endpoint)
 
     state_badge = badge_column("state", _state, ordering="disabled_at")
     created = moment_column("created", "created_at")
@@ -200,10 +205,14 @@ class WebhookEndpointAdmin(AccountRowAdmin):
         return host_of(row)
 
     def summary(self, row: WebhookEndpoint) -> FactTable:
+        """Return the facts with the whole URL, for the pages behind WEBHOOKS_WRITE."""
+        return self._facts(row, ("URL", mono(row.url)))
+
+    def _facts(self, row: WebhookEndpoint, place: tuple[str, SafeString]) -> FactTable:
         return FactTable(
             "Webhook endpoint",
             [
-                ("URL", mono(row.url)),
+                place,
                 ("Account", account_link(row.account)),
                 ("Environment", badge(row.account.environment)),
             ],
@@ -219,10 +228,15 @@ class WebhookEndpointAdmin(AccountRowAdmin):
             life.append(("Next attempt", moment(paused_until)))
         if row.disabled_at is not None:
             life += [("Disabled", moment(row.disabled_at)), ("Reason", row.disabled_why)]
+        facts = (
+            self.summary(row)
+            if may(request, P.WEBHOOKS_WRITE, row.account)
+            else self._facts(row, ("Host", mono(host_of(row))))
+        )
         return Detail(
             title=host_of(row),
             state=_state(row),
-            sections=[self.summary(row), FactTable("Lifecycle", life), _deliveries(request, row)],
+            sections=[facts, FactTable("Lifecycle", life), _deliveries(request, row)],
         )
 
     def account_list(self, request: HttpRequest) -> AccountList | None:
@@ -230,14 +244,14 @@ class WebhookEndpointAdmin(AccountRowAdmin):
             return None
         return AccountList(
             "Webhook endpoints",
-            ["URL", "state", "created"],
+            ["host", "state", "created"],
             lambda account: account.webhook_endpoints.order_by("-created_at"),
             label="url",
             state=Case(*(When(condition, then=text(state)) for state, condition in _by_state().items())),
             detail=text(""),
             at="created_at",
             cells=lambda row: [
-                link(self.url_of(WebhookEndpoint(pk=row.pk)), row.label),
+                self._link_to(WebhookEndpoint(pk=row.pk, url=row.label)),
                 badge(row.state),
                 moment(row.at),
             ],
@@ -246,6 +260,9 @@ class WebhookEndpointAdmin(AccountRowAdmin):
             ),
             empty="No webhook endpoint: the merchant is not notified of changes to its keys.",
         )
+
+    def _link_to(self, endpoint: WebhookEndpoint) -> SafeString:
+        return link(self.url_of(endpoint), host_of(endpoint))
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
         if not isinstance(row, Account):
@@ -257,8 +274,8 @@ class WebhookEndpointAdmin(AccountRowAdmin):
         endpoints = row.webhook_endpoints.select_related("breaker").order_by("created_at")
         table = Table(
             "Webhook endpoints",
-            ["URL", "state", "created"],
-            [[link(self.url_of(each), each.url), badge(_state(each)), moment(each.created_at)] for each in endpoints],
+            ["host", "state", "created"],
+            [[self._link_to(each), badge(_state(each)), moment(each.created_at)] for each in endpoints],
         )
         return Extras(links=links, sections=[table])
 

@@ -26,6 +26,7 @@ from keyvault.domain.errors import KeyvaultError
 from keyvault.models import Change, Verifier, WebhookEndpoint
 from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.startup.system_health import MAX_ROWS, Seen, SystemHealth, find_system_health
+from keyvault.services.webhooks.endpoints import host_of
 
 _REFRESH_SECONDS = 5
 _BACKEND_SECONDS = 15
@@ -230,7 +231,7 @@ def _endpoints_table(request: HttpRequest, health: SystemHealth) -> Table:
         ["endpoint", "account", "state"],
         [
             [
-                link(reverse("admin:keyvault_webhookendpoint_change", args=[row.pk]), row.url),
+                link(reverse("admin:keyvault_webhookendpoint_change", args=[row.pk]), host_of(row)),
                 str(row.account),
                 badge("late", "wait") if row.disabled_at is None else badge("disabled"),
             ]

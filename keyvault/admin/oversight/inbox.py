@@ -21,6 +21,7 @@ from keyvault.admin.framework.actions import (
     Cleaned,
     CreateAction,
     RowAction,
+    UtcField,
     run_service,
 )
 from keyvault.admin.framework.activity import name_event
@@ -54,10 +55,11 @@ from keyvault.services.approvals.inbox import (
     mark_seen,
     with_label,
 )
+from keyvault.services.webhooks.endpoints import host_of
 
 
 class AllSeenForm(ActionForm):
-    until = forms.DateTimeField(widget=forms.HiddenInput)
+    until = UtcField(widget=forms.HiddenInput)
 
 
 def _all_seen(grant: Grant, cleaned: Cleaned) -> ActionResult:
@@ -270,7 +272,7 @@ def _deliveries(notice: Notice) -> Table:
         ["endpoint", "state", "attempts", "last response", "delivered"],
         [
             [
-                link(reverse("admin:keyvault_webhookendpoint_change", args=[row.endpoint_id]), row.endpoint.url),
+                link(reverse("admin:keyvault_webhookendpoint_change", args=[row.endpoint_id]), host_of(row.endpoint)),
                 badge(row.state),
                 row.attempts,
                 row.last_error or row.last_status or "none",

@@ -217,7 +217,10 @@ def signing_secrets(endpoint: WebhookEndpoint, now: datetime) -> list[Plaintext]
 
 
 def host_of(endpoint: WebhookEndpoint) -> str:
-    """Return the only part of a URL that may be shown. Merchants put secrets into the rest."""
+    """Return the only part of a URL that may be shown to those who may not change it.
+
+    Merchants put secrets into the rest.
+    """
     return endpoint.url.split("/", 3)[2]
 
 

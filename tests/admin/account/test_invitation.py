@@ -34,7 +34,7 @@ def seed_on(response: Any) -> Plaintext:
 
 
 def accept(client: Client, page: str, seed: Plaintext, **changed: str) -> Any:
-    form = {"password": PASSWORD, "repeated": PASSWORD, "second_factor_code": totp_code(seed, datetime.now(UTC))}
+    form = {"password": PASSWORD, "password_again": PASSWORD, "second_factor_code": totp_code(seed, datetime.now(UTC))}
     return client.post(page, {**form, **changed})
 
 
@@ -58,9 +58,9 @@ def test_invitation_page_signs_the_operator_in_and_shows_recovery_codes(page: st
     [
         ({"second_factor_code": "000000"}, "Wrong code"),
         ({"second_factor_code": ""}, "Wrong code"),
-        ({"repeated": "another long pass phrase"}, "The two passwords differ"),
-        ({"password": "short", "repeated": "short"}, "too short"),
-        ({"password": "", "repeated": ""}, "required"),
+        ({"password_again": "another long pass phrase"}, "The two passwords differ"),
+        ({"password": "short", "password_again": "short"}, "too short"),
+        ({"password": "", "password_again": ""}, "required"),
         ({"second_factor_credential": "{}"}, "Wrong code"),
         ({"second_factor_credential": "no JSON"}, "Wrong code"),
     ],

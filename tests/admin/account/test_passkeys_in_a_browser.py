@@ -59,7 +59,7 @@ def test_passkey_is_enrolled_and_signs_in(live_server: LiveServer, tmp_path: Pat
 def _enroll(browser: Chromium) -> None:
     browser.wait_for_title("Welcome, new")
     browser.write("[name=password]", PASSWORD)
-    browser.write("[name=repeated]", PASSWORD)
+    browser.write("[name=password_again]", PASSWORD)
     browser.click(PASSKEY_BUTTON)
     browser.wait_for_title("Recovery codes")
     browser.click("main .buttons a")

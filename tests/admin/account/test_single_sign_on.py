@@ -402,7 +402,7 @@ def test_single_sign_on_operator_is_invited_to_a_second_factor_without_a_passwor
     found = re.search(r"<code>([A-Z2-7]{32})</code>", shown)
     assert found is not None
     code = totp_code(Plaintext(found[1]), datetime.now(UTC))
-    answer = client.post(url, {"second_factor_code": code, "password": PASSWORD, "repeated": PASSWORD})
+    answer = client.post(url, {"second_factor_code": code, "password": PASSWORD, "password_again": PASSWORD})
     assert answer.status_code == 200
     assert not is_signed_in(client)
     assert not jane().has_usable_password()

@@ -34,7 +34,7 @@ FIELDS: dict[str, Any] = {
     "name": "holidays",
     "url": "https://acme.example/hooks",
     "provider": "stripe",
-    "credentials": "sk_test_2",
+    "secret": "sk_test_2",
     "configuration": '{"theme": "dark"}',
     "origins": "https://shop.example",
     "seconds": "600",

@@ -7,17 +7,20 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
+from django import forms
 from django.db import connection
 from django.test import Client
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
+from keyvault.admin.merchants.provider_connections import ConcealedText, SecretField
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Change, UsageTotal, UseBucket, UseContext
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import revoke_key
 from keyvault.services.usage.totals import start_of_slot, write_totals
+from rotation.admin.incidents import PasteForm
 from tests.admin.desk import Desk, address, browser, make_refusal, text_of
 from tests.factories import PRODUCTION, SANDBOX, grant, issue, make_operator, now, request_key
 
@@ -37,6 +40,13 @@ def counted() -> Iterator[list[str]]:
 
     with connection.execute_wrapper(note):
         yield queries
+
+
+def forms_of_console(form: Any) -> Iterator[Any]:
+    for each in form.__subclasses__():
+        if hasattr(each, "base_fields"):
+            yield each
+        yield from forms_of_console(each)
 
 
 def search(client: Client, word: str) -> Any:
@@ -197,6 +207,22 @@ def test_form_of_an_expired_session_keeps_what_was_typed_except_secrets(desk: De
     assert "123456" not in shown
     assert text.reveal() not in shown
     assert f'action="{page}"' in shown
+
+
+def test_form_of_an_expired_session_keeps_no_secret_field_of_any_form(desk: Desk) -> None:
+    """Guarantee: a new field for a secret cannot be forgotten; the page of an expired session does not show it."""
+    page = address("keyvault_key_revoke", issue(desk.sandbox)[0].pk)
+    names = {
+        name
+        for form in forms_of_console(forms.BaseForm)
+        for name, field in form.base_fields.items()
+        if isinstance(field, SecretField) or isinstance(field.widget, forms.PasswordInput | ConcealedText)
+    } | set(PasteForm.base_fields)
+    assert {"secret", "password", "password_again"} <= names
+    typed = {name: f"typed as {name}" for name in names}
+    shown = text_of(Client().post(page, {"why": "typed why", **typed}, headers={"Origin": "http://testserver"}))
+    assert "typed why" in shown
+    assert [name for name, value in typed.items() if value in shown] == []
 
 
 def test_form_of_another_site_keeps_nothing(desk: Desk) -> None:

@@ -16,7 +16,7 @@ from tests.admin.desk import Desk, address, browser, dump, text_of
 from tests.factories import grant
 
 SECRET = "sk_test_" + "Zq7" * 8
-CHOSEN = {"merchant": "acme", "environment": "sandbox", "provider": "stripe", "credentials": SECRET}
+CHOSEN = {"merchant": "acme", "environment": "sandbox", "provider": "stripe", "secret": SECRET}
 
 
 def put(client: Any, **changed: str) -> Any:
@@ -66,9 +66,9 @@ def test_connection_set_is_stored_and_shown_on_no_page(desk: Desk) -> None:
         ({"provider": "Stripe!"}, 400, "inner hyphens"),
         ({"provider": ""}, 400, "required"),
         ({"merchant": "nobody"}, 404, "no merchant"),
-        ({"credentials": f'{{"key": "{SECRET}"'}, 400, "JSON object of texts"),
-        ({"credentials": SECRET * 1000}, 400, "at most"),
-        ({"credentials": ""}, 400, "required"),
+        ({"secret": f'{{"key": "{SECRET}"'}, 400, "JSON object of texts"),
+        ({"secret": SECRET * 1000}, 400, "at most"),
+        ({"secret": ""}, 400, "required"),
     ],
 )
 def test_connection_invalid_is_refused_without_returning_the_secret(
@@ -128,8 +128,8 @@ def test_connection_form_opened_from_an_account_is_prefilled(desk: Desk) -> None
 
 def test_connection_form_masks_the_secret(desk: Desk) -> None:
     """The field is masked, not stored by the browser, and not sent to a spelling service."""
-    form = text_of(browser(desk.tam).get(address("keyvault_providerconnection_set") + f"?credentials={SECRET}"))
-    (field,) = re.findall(r'<textarea name="credentials"[^>]*>', form)
+    form = text_of(browser(desk.tam).get(address("keyvault_providerconnection_set") + f"?secret={SECRET}"))
+    (field,) = re.findall(r'<textarea name="secret"[^>]*>', form)
     assert "concealed" in field
     assert 'autocomplete="off"' in field
     assert 'spellcheck="false"' in field
@@ -140,11 +140,11 @@ def test_connection_replaced_from_an_outdated_page_is_a_conflict(desk: Desk) -> 
     connection = make(desk)
     client = browser(desk.tam)
     page = address("keyvault_providerconnection_replace", connection.pk)
-    late = client.post(page, {"version": "1", "credentials": "second"})
+    late = client.post(page, {"version": "1", "secret": "second"})
     assert late.status_code == 409
     assert stored(connection) == SECRET
     row = ProviderConnection.objects.get()
-    assert client.post(page, {"version": str(row.version), "credentials": "second"}).status_code == 302
+    assert client.post(page, {"version": str(row.version), "secret": "second"}).status_code == 302
     assert stored(connection) == "second"
 
 
@@ -159,7 +159,7 @@ def test_connection_removed_offers_no_actions(desk: Desk) -> None:
     assert "Erased" in text
     assert "Replace credentials" not in text
     row = ProviderConnection.objects.get()
-    again = {"version": str(row.version), "credentials": "second"}
+    again = {"version": str(row.version), "secret": "second"}
     assert client.post(address("keyvault_providerconnection_replace", connection.pk), again).status_code == 409
     assert text_of(client.get(address("keyvault_account_change", desk.sandbox.pk))).count("stripe") == 0
 

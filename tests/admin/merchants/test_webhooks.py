@@ -16,6 +16,7 @@ from tests.admin.desk import Desk, address, browser, dump, text_of
 from tests.factories import grant, now
 
 URL = "https://acme.example/hooks"
+HOST = "acme.example"
 CHOSEN = {"merchant": "acme", "environment": "sandbox", "url": URL}
 SECRET = re.compile(r"whsec_[A-Za-z0-9+/=]{44}")
 
@@ -46,14 +47,10 @@ def test_endpoint_added_shows_its_secret_once(desk: Desk) -> None:
     secret = shown_once(add(client), client)
     endpoint = WebhookEndpoint.objects.get()
     assert [each.reveal() for each in signing_secrets(endpoint, now())] == [secret]
-    for page in (
-        address("keyvault_webhookendpoint_change", endpoint.pk),
-        address("keyvault_webhookendpoint_changelist"),
-        address("keyvault_account_change", desk.sandbox.pk),
-    ):
-        text = text_of(client.get(page))
-        assert URL in text
-        assert "whsec_" not in text
+    page = address("keyvault_webhookendpoint_change", endpoint.pk)
+    text = text_of(client.get(page))
+    assert URL in text
+    assert "whsec_" not in text
 
 
 @pytest.mark.parametrize(
@@ -146,7 +143,7 @@ def test_endpoint_paused_by_its_breaker_is_shown_and_listed(desk: Desk) -> None:
     assert "7 since the last reply" in text
     assert f"{until:%Y-%m-%d %H:%M:%S}" in text
     listed = {
-        state: URL in text_of(client.get(address("keyvault_webhookendpoint_changelist"), {"state": state}))
+        state: f">{HOST}<" in text_of(client.get(address("keyvault_webhookendpoint_changelist"), {"state": state}))
         for state in ("enabled", "paused", "disabled")
     }
     assert listed == {"enabled": False, "paused": True, "disabled": False}
@@ -166,4 +163,27 @@ def test_deliveries_show_their_next_attempt(desk: Desk) -> None:
 def test_endpoints_are_listed_by_state(desk: Desk, state: str, is_shown: bool) -> None:
     make(desk)
     text = text_of(browser(desk.auditor).get(address("keyvault_webhookendpoint_changelist"), {"state": state}))
-    assert (URL in text) == is_shown
+    assert (f">{HOST}<" in text) == is_shown
+
+
+def test_url_is_shown_only_to_those_who_may_change_it_and_in_no_list(desk: Desk) -> None:
+    """Guarantee: merchants put secrets into URLs; a list, and a page for readers, shows the host."""
+    endpoint = make(desk)
+    send_test(grant(desk.tam, P.WEBHOOKS_WRITE, desk.sandbox), endpoint)
+    notice = WebhookDelivery.objects.get().notice
+    WebhookDelivery.objects.update(due_at=now() - timedelta(days=1))
+    page = address("keyvault_webhookendpoint_change", endpoint.pk)
+    lists = [
+        address("keyvault_webhookendpoint_changelist"),
+        address("keyvault_account_change", desk.sandbox.pk),
+        address("keyvault_merchant_change", desk.sandbox.merchant_id),
+        address("keyvault_notice_change", notice.pk),
+        address("health"),
+    ]
+    for operator, is_shown in ((desk.admin, True), (desk.auditor, False)):
+        client = browser(operator)
+        assert (URL in text_of(client.get(page))) == is_shown
+        for each in lists:
+            text = text_of(client.get(each))
+            assert f">{HOST}<" in text, each
+            assert URL not in text, each
