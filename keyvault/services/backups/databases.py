@@ -136,7 +136,7 @@ def _drop_statements() -> str:
     known = {MigrationRecorder.Migration._meta.db_table, *connection.introspection.django_table_names()}
     with connection.cursor() as cursor:
         found = connection.introspection.table_names(cursor)
-    own = [name for name in found if name in known or name.startswith("keyvault_")]
+    own = [name for name in found if name in known or name.startswith(("keyvault_", "rotation_"))]
     drops = [f"DROP TABLE {connection.ops.quote_name(name)} CASCADE;" for name in own]
     return "\n".join(["SET client_min_messages = warning;", *drops])
 
