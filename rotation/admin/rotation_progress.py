@@ -257,7 +257,7 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
             ]
             for name, user in zip(names, users, strict=True)
         ],
-        empty="No source has used it yet.",
+        empty="No use recorded yet. Sources that use the key appear here.",
         aside=format_html("{} {}", _csv_button(accepted) if accepted else "", every_use),
     )
 

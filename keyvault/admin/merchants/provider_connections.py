@@ -225,7 +225,7 @@ class ProviderConnectionAdmin(AccountRowAdmin):
             list_url=lambda account: self.list_url(
                 f"?q={account.merchant_id}&account__environment__exact={account.environment}"
             ),
-            empty="No provider connection yet.",
+            empty="No provider connections yet. Set one to store the merchant's credentials of a provider.",
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:
