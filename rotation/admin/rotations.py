@@ -390,7 +390,11 @@ class RotationAdmin(ConsoleModelAdmin):
             own = self._asked(request).filter(requester_person=me)
             yield self.attention("Your rotations awaiting approval", own, _ASKED)
             yield self.attention(
-                "Rotations awaiting an operator's confirmation", rows, _TO_CONFIRM, "action", walks=_to_confirm(rows)
+                "Rotations awaiting an operator's confirmation",
+                rows,
+                _TO_CONFIRM,
+                "action",
+                selections=_to_confirm(rows),
             )
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(_TO_COLLECT, requester_person=me)
@@ -411,7 +415,7 @@ class RotationAdmin(ConsoleModelAdmin):
             rows,
             "?held=up",
             "alarm",
-            walks=[rows.filter(_is_blocked(_failed()[:_MAX_LISTED])), rows.filter(_UNDELIVERED)],
+            selections=[rows.filter(_is_blocked(_failed()[:_MAX_LISTED])), rows.filter(_UNDELIVERED)],
         )
         bypassed = rows.filter(pk__in=_unreviewed())
         yield self.attention("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")

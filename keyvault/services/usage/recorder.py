@@ -65,7 +65,7 @@ Uses = Sequence[Any]
 The items are: key id, endpoint name, source (canonical address or token id), user agent, page origin, outcome value,
 count, first use and last use. Times are in seconds since the epoch. The minute of the last use is the bucket's minute.
 
-Positional for speed: the request path counts ten thousand a second, and they are written as they are.
+Positional for speed: the request path counts ten thousand uses a second, and stores the tuples without conversion.
 """
 
 
@@ -268,7 +268,10 @@ class UsageLog(BackgroundThread):
             self.sink.register(self.reporter_id, report.through, self._reports)
 
     def _keep(self, report: "Report") -> None:
-        """Put counts back for the next flush. The lock, which the request path needs, covers only the newest counts."""
+        """Put counts back for the next flush.
+
+        Holds the lock, which the request path needs, only while it adds the newest counts.
+        """
         kept: dict[Use, Uses] = {}
         for portion in _in_portions(chain.from_iterable(report.counted)):
             for row in portion:
@@ -777,7 +780,7 @@ def note_lost(now: datetime) -> None:
     """Mark reporters as lost whose watermark is too old or in the future. The engine calls this on each run.
 
     A dead reporter must not block silence forever, and one with a fast clock must not cover time that has not passed. A
-    live reporter clears the mark with its next report; it has kept its counts.
+    live reporter clears the mark with its next report, which has all its counts.
     """
     is_clock_off = Q(flushed_through_at__lt=now - LOST_AFTER) | Q(flushed_through_at__gt=now + LOST_AFTER)
     lost = live_reporters().filter(is_clock_off)

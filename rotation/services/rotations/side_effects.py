@@ -277,7 +277,7 @@ class Effects:
                 predecessor, text, purpose=rotation.rotation_id, after=version, again=True, fence=self._fence
             )
         if version != predecessor.backend_version:
-            # The older copy is destroyed before its version number is overwritten.
+            # Destroy the older copy first: the row is about to name the new version only.
             forget_string(predecessor, fence=self._fence)
             self._note(grant, rotation, predecessor, version)
         return f"the predecessor is version {version}"
