@@ -72,7 +72,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "beat has ended; the worker stops": "beat.ended",
         "%s; it may run beside the newer release until the upgrade is complete": "schema.ahead",
         "not ready: peppers cannot be read yet; run: manage.py check_vault": "start.peppers_unreadable",
-        "irreversible acts are refused: the clock is wrong": "clock.differs",
+        "irreversible actions are refused: the clock is wrong": "clock.differs",
         # Maintenance
         "a maintenance step failed": "task.failed",
         "rows were not rolled up or deleted": "retention.failed",

@@ -22,7 +22,7 @@ from keyvault.admin.keys.overview import ACTIVE_KEYS
 from keyvault.domain.environments import Environment
 from keyvault.models import Operator
 from keyvault.models.row_count import RowCount
-from rotation.admin.rotation_progress import in_words
+from rotation.admin.rotation_progress import format_reason
 from rotation.admin.rotation_sections import steps_of
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import Proof
@@ -174,7 +174,7 @@ def _in_short(row: Rotation, now: datetime) -> str:
     state, plan = S(row.state), row.readable_plan
     if state is S.STALLED:
         is_late = row.deadline_at is not None and row.deadline_at < now
-        return f"deadline passed {duration(now - row.deadline_at)} ago" if is_late else in_words(row.why)
+        return f"deadline passed {duration(now - row.deadline_at)} ago" if is_late else format_reason(row.why)
     if row.is_held:
         return "an operator to release the key"
     if state is S.PUBLISHING:

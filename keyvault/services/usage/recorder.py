@@ -134,7 +134,7 @@ class UsageLog(BackgroundThread):
     )
     _counts: dict[Use, Uses] = field(default_factory=dict)
     _secrets_used: set[str] = field(default_factory=set)
-    _sources: list[Callable[[], Collection[Uses]]] = field(default_factory=list)
+    _counters: list[Callable[[], Collection[Uses]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
     _reports: int = 0
@@ -176,13 +176,13 @@ class UsageLog(BackgroundThread):
         with self._lock:
             self._secrets_used.add(token_id)
 
-    def add_source(self, take: Callable[[], Collection[Uses]]) -> None:
+    def add_counter(self, take: Callable[[], Collection[Uses]]) -> None:
         """Register a callable that returns, and releases, what it counted since its last call.
 
         `take` runs before each report. It must return every use with a time before the call, because the watermark
         covers them.
         """
-        self._sources.append(take)
+        self._counters.append(take)
 
     def _prepare(self) -> None:
         with self._lock:
@@ -216,7 +216,7 @@ class UsageLog(BackgroundThread):
         """Reset in a forked child, which is a reporter of its own. The parent writes its own pending counts."""
         if self._file is not None:
             self._file.forget()
-        self.__init__(self.now, self.sink, _sources=self._sources)  # type: ignore[misc]  # a dataclass's own, with its fields
+        self.__init__(self.now, self.sink, _counters=self._counters)  # type: ignore[misc]  # a dataclass's own, with its fields
 
     def flush(self, *, is_final: bool = False) -> None:
         """Write the counts and the watermark in one transaction. A failed flush keeps the counts.
@@ -246,7 +246,7 @@ class UsageLog(BackgroundThread):
             used, self._secrets_used = self._secrets_used, set()
         counted: list[Collection[Uses]] = [noted.values()]
         try:
-            for take in self._sources:
+            for take in self._counters:
                 counted.append(take())  # noqa: PERF401  earlier sources' counts are kept when a later source raises
         except Exception:
             self._keep(Report(self.reporter_id, 0, through, is_final, counted, used, mark))
