@@ -9,7 +9,7 @@ from rest_framework.serializers import ValidationError
 from keyvault.access.customers import CUSTOMER_ID, CUSTOMER_ID_RULE
 from keyvault.api.serializers import StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.currencies import CURRENCIES
-from keyvault.domain.recipients import KEY_CHARACTERS
+from keyvault.domain.recipient_keys import KEY_CHARACTERS
 from keyvault.services.merchants.client_configuration import MAX_SECONDS
 from keyvault.services.merchants.orders import CURRENCY_RULE, MAX_AMOUNT_MINOR
 

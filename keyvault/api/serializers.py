@@ -14,7 +14,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import MAX_STORED_LENGTH, clean_text
 from keyvault.domain.issuance import MAX_EXPIRES_IN_DAYS, Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
-from keyvault.domain.recipients import KEY_CHARACTERS
+from keyvault.domain.recipient_keys import KEY_CHARACTERS
 from keyvault.domain.redaction import redact
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential

@@ -18,7 +18,7 @@ from keyvault.api.pages import read_page
 from keyvault.api.serializers import OneOf, PageQuery, StrictBoolean, StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError, StateConflictError
-from keyvault.domain.recipients import SUITE
+from keyvault.domain.recipient_keys import SUITE
 from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential
 from keyvault.services.idempotency import Effect, StoredResponse

@@ -45,9 +45,9 @@ from keyvault.admin.framework.widgets import (
     moment,
     mono,
 )
-from keyvault.domain.connections import MAX_BYTES
 from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.provider_connections import MAX_BYTES
 from keyvault.models import Account, ProviderConnection
 from keyvault.services.secrets.backend import find_backend_location
 from keyvault.services.secrets.provider_connections import (
