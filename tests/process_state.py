@@ -27,7 +27,7 @@ def forget_process_state(data_dir: Path) -> None:
     failed_proofs.cache_clear()
     attempts.cache_clear()
     load_blocking.cache_clear()
-    usage_log._sources.clear()  # of the engines of earlier tests
+    usage_log._counters.clear()  # of the engines of earlier tests
     late_comparison.is_due = False
     anchor._writer = anchor.AnchorWriter()
     log_backfill._backfill = log_backfill.LogBackfill()

@@ -6,10 +6,10 @@ from django.core.validators import RegexValidator
 from drf_spectacular.utils import extend_schema_field
 from rest_framework.serializers import ValidationError
 
-from keyvault.access.customers import CUSTOMER_ID
+from keyvault.access.customers import CUSTOMER_ID, CUSTOMER_ID_RULE
 from keyvault.api.serializers import StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.currencies import CURRENCIES
-from keyvault.domain.recipients import KEY_CHARACTERS
+from keyvault.domain.recipient_keys import KEY_CHARACTERS
 from keyvault.services.merchants.client_configuration import MAX_SECONDS
 from keyvault.services.merchants.orders import CURRENCY_RULE, MAX_AMOUNT_MINOR
 
@@ -30,7 +30,7 @@ class OrderRequest(StrictSerializer):
         required=False,
         allow_null=True,
         max_length=128,
-        validators=[RegexValidator(CUSTOMER_ID, "Not a valid customer id.")],
+        validators=[RegexValidator(CUSTOMER_ID, CUSTOMER_ID_RULE)],
     )
 
 

@@ -16,5 +16,5 @@ class StrictTextExtension(OpenApiSerializerFieldExtension):  # type: ignore[no-u
         # With a pattern, drf-spectacular lists the blank text twice in a `oneOf`, which then never matches.
         if self.target.allow_blank or any(isinstance(each, RegexValidator) for each in self.target.validators):
             return {"type": "string"}
-        pattern = _NO_NUL if self.target.pattern is None else f"^(?:{self.target.pattern})$"
+        pattern = _NO_NUL if self.target.form is None else f"^(?:{self.target.form.pattern})$"
         return {"type": "string", "pattern": pattern}

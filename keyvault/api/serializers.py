@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.http import QueryDict
 from rest_framework import serializers
@@ -14,7 +14,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import MAX_STORED_LENGTH, clean_text
 from keyvault.domain.issuance import MAX_EXPIRES_IN_DAYS, Delivery, IssuanceState
 from keyvault.domain.keys import KeyKind
-from keyvault.domain.recipients import KEY_CHARACTERS
+from keyvault.domain.recipient_keys import KEY_CHARACTERS
 from keyvault.domain.redaction import redact
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Credential
@@ -67,23 +67,27 @@ class StrictBoolean(serializers.BooleanField):
         return data
 
 
+class TextForm(NamedTuple):
+    """The form of a text. `pattern`: a regular expression for the whole string. `rule`: what to send, for the error."""
+
+    pattern: str
+    rule: str
+
+
 class StrictText(serializers.CharField):
-    """A JSON string, not trimmed, without NUL, which PostgreSQL cannot store; numbers are refused.
+    """A JSON string, not trimmed, without NUL, which PostgreSQL cannot store; numbers are refused."""
 
-    `pattern` is a regular expression for the whole string.
-    """
-
-    def __init__(self, *, pattern: str | None = None, **options: Any) -> None:
+    def __init__(self, *, form: TextForm | None = None, **options: Any) -> None:
         if not options.get("allow_blank"):
             options.setdefault("min_length", 1)
         super().__init__(trim_whitespace=False, **options)
-        self.pattern = pattern
+        self.form = form
 
     def to_internal_value(self, data: Any) -> str:
         if not isinstance(data, str):
             raise serializers.ValidationError("Not a string.")
-        if self.pattern is not None and re.fullmatch(self.pattern, data) is None:
-            raise serializers.ValidationError("Does not have the required form.")
+        if self.form is not None and re.fullmatch(self.form.pattern, data) is None:
+            raise serializers.ValidationError(self.form.rule)
         return super().to_internal_value(data)
 
 
@@ -117,7 +121,7 @@ class PageQuery(QuerySerializer):
     environment = OneOf(Environment, required=False, help_text="Rows of this environment only.")
     cursor = StrictText(
         required=False,
-        pattern=r"[0-9]{1,16}\.[a-z]{3}_[0-9A-Za-z]{20}",
+        form=TextForm(r"[0-9]{1,16}\.[a-z]{3}_[0-9A-Za-z]{20}", "Use the `next_cursor` of the page before."),
         help_text="`next_cursor` of the page before.",
     )
     limit = QueryInteger(
@@ -145,16 +149,24 @@ class CredentialRequest(StrictSerializer):
     recipient_public_key = StrictText(required=False, max_length=KEY_CHARACTERS)
 
 
-_READER = rf"[A-Za-z0-9._-]{{1,{MAX_NAME_LENGTH}}}"
+_READER = TextForm(
+    rf"[A-Za-z0-9._-]{{1,{MAX_NAME_LENGTH}}}", f"Use 1 to {MAX_NAME_LENGTH} of A-Z, a-z, 0-9, '.', '_' and '-'."
+)
+
+
+def _id_list(ids: str) -> TextForm:
+    """Return the form of a list of key ids or token ids."""
+    rule = f"Use 1 to {MAX_KEYS} {ids}, of 16 letters and digits each, separated by commas."
+    return TextForm(rf"[0-9A-Za-z]{{16}}(,[0-9A-Za-z]{{16}}){{0,{MAX_KEYS - 1}}}", rule)
 
 
 class ChangesQuery(QuerySerializer):
     reader = StrictText(
-        pattern=_READER, max_length=MAX_NAME_LENGTH, help_text="Name of the reading process; a new one at each start."
+        form=_READER, max_length=MAX_NAME_LENGTH, help_text="Name of the reading process; a new one at each start."
     )
     after = StrictText(
         required=False,
-        pattern="[0-9]{1,18}",
+        form=TextForm("[0-9]{1,18}", "Use the `sequence` of the previous response, or omit it."),
         help_text="`sequence` of the previous response. Omit it to start with an empty memory.",
     )
     wait = QueryInteger(
@@ -163,20 +175,20 @@ class ChangesQuery(QuerySerializer):
 
 
 class ConfirmationRequest(StrictSerializer):
-    reader = StrictText(pattern=_READER, max_length=MAX_NAME_LENGTH)
+    reader = StrictText(form=_READER, max_length=MAX_NAME_LENGTH)
     sequence = StrictInteger(min_value=0, max_value=MAX_SEQUENCE)
 
 
 class SnapshotKeysQuery(QuerySerializer):
     key_ids = StrictText(
-        pattern=rf"[0-9A-Za-z]{{16}}(,[0-9A-Za-z]{{16}}){{0,{MAX_KEYS - 1}}}",
+        form=_id_list("key ids"),
         help_text=f"1 to {MAX_KEYS} key ids, separated by commas.",
     )
 
 
 class SnapshotTokensQuery(QuerySerializer):
     token_ids = StrictText(
-        pattern=rf"[0-9A-Za-z]{{16}}(,[0-9A-Za-z]{{16}}){{0,{MAX_KEYS - 1}}}",
+        form=_id_list("token ids"),
         help_text=f"1 to {MAX_KEYS} token ids, separated by commas.",
     )
 
@@ -199,7 +211,7 @@ class ReportedUseRequest(StrictSerializer):
 
 
 class UsageReportRequest(StrictSerializer):
-    reader = StrictText(pattern=_READER, max_length=MAX_NAME_LENGTH)
+    reader = StrictText(form=_READER, max_length=MAX_NAME_LENGTH)
     number = StrictInteger(min_value=1, max_value=MAX_SEQUENCE)
     flushed_through = serializers.DateTimeField(default_timezone=UTC)
     is_final = StrictBoolean(required=False, default=False)

@@ -1,6 +1,6 @@
 """Base class of the commands: one JSON object with `--json`, text otherwise; exit 0, 1 refused, 2 usage.
 
-A command line proves no identity: an act in an operator's name is recorded with the host's user.
+A command line proves no identity: an action in an operator's name is recorded with the host's user.
 """
 
 import json

@@ -26,7 +26,7 @@ from keyvault.models.operators import Operator, RoleUse
 from keyvault.models.orders import Order
 from keyvault.models.peppers import Installation, PepperVersion
 from keyvault.models.processes import ServiceProcess
-from keyvault.models.recipients import RecipientKey, RecipientKeyApproval
+from keyvault.models.recipient_keys import RecipientKey, RecipientKeyApproval
 from keyvault.models.refusals import Refusal
 from keyvault.models.sessions import ConsoleSession
 from keyvault.models.tokens import ServiceToken

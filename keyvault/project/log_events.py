@@ -73,7 +73,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "%s; it may run beside the newer release until the upgrade is complete": "schema.ahead",
         "not ready: peppers cannot be read yet; run: manage.py check_vault; "
         "with a wrapped master key: --host keystore": "start.peppers_unreadable",
-        "irreversible acts are refused: the clock is wrong": "clock.differs",
+        "irreversible actions are refused: the clock is wrong": "clock.differs",
         # Maintenance
         "a maintenance step failed": "task.failed",
         "rows were not rolled up or deleted": "retention.failed",

@@ -406,11 +406,11 @@ def _discard_withdrawn(now: datetime) -> None:
 
 
 def _has_true_clock(now: datetime) -> bool:
-    """Whether this host's clock is accurate enough for irreversible acts. If not, raise one alarm for the host."""
+    """Whether this host's clock is accurate enough for irreversible actions. If not, raise one alarm for the host."""
     try:
         require_true_clock()
     except ClockDiffersError as error:
-        _log.error("irreversible acts are refused: the clock is wrong", extra={"why": error.internal})
+        _log.error("irreversible actions are refused: the clock is wrong", extra={"why": error.internal})
         report_clock(error, now)
         return False
     return True

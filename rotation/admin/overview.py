@@ -22,7 +22,7 @@ from keyvault.admin.keys.overview import ACTIVE_KEYS
 from keyvault.domain.environments import Environment
 from keyvault.models import Operator
 from keyvault.models.row_count import RowCount
-from rotation.admin.rotation_progress import in_words
+from rotation.admin.rotation_progress import format_reason
 from rotation.admin.rotation_sections import steps_of
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import Proof
@@ -93,9 +93,9 @@ def _find_part(request: HttpRequest, found_values: Sequence[Sequence[str]]) -> O
     ids, periods = found_values[: len(_SHOWN_STATES)], found_values[len(_SHOWN_STATES) :]
     selected = [pk for each in ids for pk in each]
     shown = selected[:MAX_SHOWN]
-    found: Sequence[Rotation] = list(
-        rows.filter(pk__in=shown).select_related("credential__account", "predecessor", "replacement")
-    )
+    # Without those that have ended since their ids were read.
+    in_progress = rows.filter(pk__in=shown, state__in=_SHOWN_STATES)
+    found: Sequence[Rotation] = list(in_progress.select_related("credential__account", "predecessor", "replacement"))
     listed = sorted(found, key=lambda row: shown.index(row.pk))
     recent = rows.filter(state=S.COMPLETED, created_at__gte=now - _WEEK).values("pk")
     counted_in = zip(_counted_in(request), periods, strict=True)
@@ -150,6 +150,7 @@ _WAITS = {
     S.EMERGENCY: "the emergency replacement",
     S.STAGED: "every verifier to accept the replacement",
     S.OVERLAP: "silence of the old key",
+    S.QUARANTINE: "the end of the quarantine",
     S.REVOKING: "the worker to revoke the old key",
     S.ROLLING_BACK: "silence of the replacement",
 }
@@ -173,7 +174,7 @@ def _in_short(row: Rotation, now: datetime) -> str:
     state, plan = S(row.state), row.readable_plan
     if state is S.STALLED:
         is_late = row.deadline_at is not None and row.deadline_at < now
-        return f"deadline passed {duration(now - row.deadline_at)} ago" if is_late else in_words(row.why)
+        return f"deadline passed {duration(now - row.deadline_at)} ago" if is_late else format_reason(row.why)
     if row.is_held:
         return "an operator to release the key"
     if state is S.PUBLISHING:
@@ -185,4 +186,4 @@ def _in_short(row: Rotation, now: datetime) -> str:
     if row.quarantined_at is not None and state in {S.QUARANTINE, S.ROLLING_BACK} and plan is not None:
         left = row.quarantined_at + timedelta(seconds=plan.quarantine_seconds) - now
         return f"the quarantine, {duration(left)} left" if left > timedelta() else "the end of the quarantine"
-    return _WAITS.get(state, "the end of the quarantine")
+    return _WAITS[state]

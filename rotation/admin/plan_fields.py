@@ -153,13 +153,7 @@ def _form_fields(field: PlanField, without: Container[Any]) -> dict[str, forms.F
     if field.type is FieldType.WINDOW:
         return window_fields("No selection: the rotation may start at any time.")
     if field.type is FieldType.CHANNELS:
-        webhook = forms.BooleanField(
-            required=False,
-            label="Require webhook notification",
-            help_text="The replacement counts as delivered only after the merchant's endpoint has accepted the "
-            "notification. The key itself is always read from the secret backend.",
-        )
-        return {"webhook": webhook}
+        return {"webhook": forms.BooleanField(required=False, label=field.flag_label, help_text=field.flag_help)}
     return {field.name: form_field(field, without=without)}
 
 

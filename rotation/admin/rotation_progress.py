@@ -69,9 +69,9 @@ def banner_of(
         is_advised: whether the page has the runbook's advice, because an operator can do something.
     """
     if row.state == S.STALLED:
-        return Banner(f"Stalled in {row.get_stalled_from_display()}: {in_words(row.why)}.", "", "bad", buttons)
+        return Banner(f"Stalled in {row.get_stalled_from_display()}: {format_reason(row.why)}.", "", "bad", buttons)
     if row.current_state in CLOSED:
-        reason = in_words(row.why)
+        reason = format_reason(row.why)
         why = f"{reason[0].upper()}{reason[1:]}." if reason else ""
         tone = "good" if row.current_state in _GOOD_ENDS else ""
         return Banner(f"{row.get_state_display().replace('_', ' ').capitalize()}.", why, tone)
@@ -89,7 +89,7 @@ def banner_of(
         is_expiry = until == row.approval_expires_at
         then = "Without approval it expires {}." if is_expiry else "Next step {} at the earliest."
         text = format_html("{} {}", text, format_html(then, moment(until)))
-    return Banner(f"Waiting for {in_words(waiting_for)}.", text, tone, buttons)
+    return Banner(f"Waiting for {format_reason(waiting_for)}.", text, tone, buttons)
 
 
 def _after_attempt(row: Rotation) -> str:
@@ -107,7 +107,7 @@ def _may_reinstate(row: Rotation) -> bool:
     return plan is not None and may_reinstate(plan, kind, was_reinstated=was_reinstated, silence_waived=is_waived)
 
 
-def in_words(reason: str) -> str:
+def format_reason(reason: str) -> str:
     """Return a reason of the rotation with the console's name for the key that is being replaced."""
     return reason.replace("predecessor", "old key")
 
@@ -257,7 +257,7 @@ def users_table(row: Rotation, key: Key, traffic: Traffic, waits: Waits) -> Tabl
             ]
             for name, user in zip(names, users, strict=True)
         ],
-        empty="No source has used it yet.",
+        empty="No use recorded yet. Sources that use the key appear here.",
         aside=format_html("{} {}", _csv_button(accepted) if accepted else "", every_use),
     )
 

@@ -91,7 +91,7 @@ from rotation.domain.states import CLOSED
 from rotation.models import Evidence, Rotation
 from rotation.models.rotations import AWAITS_CONFIRMATION
 from rotation.services.rotations.interventions import (
-    list_approval_acts,
+    list_approval_actions,
     list_collectable,
     may_be_confirmed,
     may_collect,
@@ -247,7 +247,7 @@ class RotationAdmin(ConsoleModelAdmin):
             key.credential = row.credential
         if row.schedule is not None and row.schedule.account_id == row.credential.account_id:
             row.schedule.account = row.credential.account
-        row.approval_acts = SimpleLazyObject(lambda: list_approval_acts(row))
+        row.approval_actions = SimpleLazyObject(lambda: list_approval_actions(row))
         row.find_last_use = find_last
         return row
 
@@ -390,7 +390,11 @@ class RotationAdmin(ConsoleModelAdmin):
             own = self._asked(request).filter(requester_person=me)
             yield self.attention("Your rotations awaiting approval", own, _ASKED)
             yield self.attention(
-                "Rotations awaiting an operator's confirmation", rows, _TO_CONFIRM, "action", walks=_to_confirm(rows)
+                "Rotations awaiting an operator's confirmation",
+                rows,
+                _TO_CONFIRM,
+                "action",
+                selections=_to_confirm(rows),
             )
         if may(request, P.ISSUANCE_COLLECT):
             mine = rows.filter(_TO_COLLECT, requester_person=me)
@@ -411,7 +415,7 @@ class RotationAdmin(ConsoleModelAdmin):
             rows,
             "?held=up",
             "alarm",
-            walks=[rows.filter(_is_blocked(_failed()[:_MAX_LISTED])), rows.filter(_UNDELIVERED)],
+            selections=[rows.filter(_is_blocked(_failed()[:_MAX_LISTED])), rows.filter(_UNDELIVERED)],
         )
         bypassed = rows.filter(pk__in=_unreviewed())
         yield self.attention("Bypassed approvals not reviewed yet", bypassed, "?bypass=open", "alarm")
@@ -424,7 +428,7 @@ class RotationAdmin(ConsoleModelAdmin):
         return is_available and (action.name != "collect" or self._may_collect(request, row))
 
     def _may_collect(self, request: HttpRequest, row: Any) -> bool:
-        return may_collect(row, operator_of(request).person, row.approval_acts)
+        return may_collect(row, operator_of(request).person, row.approval_actions)
 
     def line_of(self, row: Any) -> Line:
         summary = "approval bypassed" if row.is_unreviewed else f"requested by {self.requested_by(row)}"

@@ -18,13 +18,14 @@ from keyvault.api.pages import read_page
 from keyvault.api.serializers import OneOf, PageQuery, StrictBoolean, StrictInteger, StrictSerializer, StrictText
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, Fault, NotFoundError, RequestInvalidError, StateConflictError
-from keyvault.domain.recipients import SUITE
+from keyvault.domain.recipient_keys import SUITE
 from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.models import Credential
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.recording.authorization import authorize
 from rotation.api.schemas import REPLACEMENT_BODY, ROTATION_BODY, ROTATIONS_BODY
 from rotation.domain.events import RotationState
+from rotation.domain.pacing import FAILED
 from rotation.domain.plan_fields import FIELDS, NUMBERS, FieldType, PlanField, PlanOverrides, find_value_faults
 from rotation.domain.windows import Window
 from rotation.models import Rotation
@@ -233,7 +234,7 @@ class RotationAbortView(ServiceView):
         return Response(describe(get_rotation(rotation_id), self.now))
 
 
-_ABORTED = frozenset({RotationState.CANCELLED, RotationState.ROLLING_BACK, RotationState.ROLLED_BACK})
+_ABORTED = FAILED - {RotationState.REJECTED, RotationState.EXPIRED}
 
 
 _ATTEMPTS = 3

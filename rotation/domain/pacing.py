@@ -14,6 +14,7 @@ from typing import Any
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import Fault
 from rotation.domain.events import RotationState
+from rotation.domain.states import ABANDONED
 
 S = RotationState
 
@@ -36,7 +37,8 @@ PROVED = frozenset({S.OVERLAP, S.QUARANTINE, S.REVOKING, S.COMPLETED})
 """States of a proved rotation. A completed one counts only with its proof: it also completes when its predecessor is
 revoked by hand or expires."""
 
-FAILED = frozenset({S.ROLLING_BACK, S.ROLLED_BACK, S.CANCELLED, S.REJECTED, S.EXPIRED})
+FAILED = ABANDONED | {S.ROLLING_BACK}
+"""States of a rotation that ended, or will end, without replacing the key."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,8 @@ class PlanField:
         production_rule: the rule by which production computes another default.
         absent: how a page shows a value of None.
         choices: the accepted values, each with its text.
+        flag_label, flag_help: the name and the meaning of a single option, where a form or a command has one for the
+            only optional channel.
         section: the group on a form; None: on top of the form.
         is_shared: offered for schedules and campaigns, whose plans cover several credentials.
         needs: the conditions without which the field has no effect.
@@ -123,6 +125,8 @@ class PlanField:
     production_rule: str = ""
     absent: str = "none"
     choices: Mapping[StrEnum, str] = field(default_factory=dict)
+    flag_label: str = ""
+    flag_help: str = ""
     section: PlanSection | None = None
     is_shared: bool = False
     needs: frozenset[Condition] = frozenset()
@@ -466,6 +470,9 @@ class PlanOverrides:
                 DeliveryChannel.SECRET_BACKEND: "the secret backend",
                 DeliveryChannel.WEBHOOK: "the merchant's webhook endpoint, which must accept the notification",
             },
+            flag_label="Require webhook notification",
+            flag_help="The replacement counts as delivered only after the merchant's endpoint has accepted the "
+            "notification. The key itself is always read from the secret backend.",
             section=PlanSection.REPLACEMENT,
         ),
     )

@@ -49,6 +49,9 @@ TRANSITIONS: dict[RotationState, frozenset[RotationState]] = {
 
 CLOSED = frozenset(state for state, targets in TRANSITIONS.items() if not targets)
 
+ABANDONED = CLOSED - {S.COMPLETED}
+"""States of a rotation that ended without replacing the key."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyFacts:

@@ -15,11 +15,7 @@ def add_plan_options(parser: CommandParser, plan_fields: Iterable[PlanField] = t
     for field in plan_fields:
         option = f"--{field.name.replace('_', '-')}"
         if field.type is FieldType.CHANNELS:
-            parser.add_argument(
-                "--webhook",
-                action="store_true",
-                help="require that the merchant's endpoint accepts the message before delivery counts",
-            )
+            parser.add_argument("--webhook", action="store_true", help=f"{field.flag_label}. {field.flag_help}")
         elif field.type is FieldType.FLAG:
             parser.add_argument(option, action="store_true", help=_help(field))
         elif field.type is FieldType.CHOICE:

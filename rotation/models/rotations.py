@@ -50,8 +50,8 @@ class Rotation(RequestColumns):
     plan's deadline, or the extended one. `retire_at`: for a public key, the approved date. `quarantined_at`: when the
     rotation suspended the key that is being retired. `held_at`: since when an operator holds it suspended. `waived_at`:
     when the predecessor went into quarantine on an approved date, its silence unproved. `bypassed_at`: when the
-    approval was bypassed; the break-glass act stays listed until reviewed. `handover`: the replacement's string, sealed
-    to the recipient key.
+    approval was bypassed; the break-glass action stays listed until reviewed. `handover`: the replacement's string,
+    sealed to the recipient key.
     `awaits_requester`: the replacement is shown once, to the operator who requested it, and was not collected yet.
     `standing_approval`: the schedule's approval that covers this rotation.
     `reminded_percent`, `alarmed_at`: the last reminder to the merchant and the last alarm to the operators.

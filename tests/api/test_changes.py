@@ -431,6 +431,17 @@ def test_invalid_query_is_refused(send: Send, query: dict[str, str]) -> None:
     assert send("GET", "/v1/changes", **query).body["code"] == "request_invalid"
 
 
+def test_invalid_text_of_a_query_is_refused_with_what_is_accepted(send: Send) -> None:
+    ids = "Use 1 to 100 key ids, of 16 letters and digits each, separated by commas."
+    for path, query, detail in (
+        ("changes", {"reader": "my reader"}, "Use 1 to 40 of A-Z, a-z, 0-9, '.', '_' and '-'."),
+        ("changes", {"reader": "r", "after": "-1"}, "Use the `sequence` of the previous response, or omit it."),
+        ("snapshot/keys", {"key_ids": "a b"}, ids),
+    ):
+        errors = send("GET", f"/v1/{path}", **query).body["errors"]
+        assert errors == [{"pointer": f"/{list(query)[-1]}", "detail": detail}]
+
+
 def test_secrets_in_reported_texts_are_redacted(send: Send) -> None:
     """Guarantee: a key in a reported user agent is not stored."""
     key, text = issue(account())

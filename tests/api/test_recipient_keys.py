@@ -28,7 +28,7 @@ from keyvault.services.limits.limiter import spend_repeat
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation
-from tests.domain.test_recipients import decoded, public_text
+from tests.domain.test_recipient_keys import decoded, public_text
 from tests.factories import account, grant, issue
 from tests.rotation import scene
 

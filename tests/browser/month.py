@@ -157,7 +157,7 @@ class Month:
         self.clock = Clock(self.end - 450 * DAY)
         self._counted = self.end - 20 * DAY
         self.log = UsageLog(now=self.clock)
-        self.log.add_source(lambda: list(self._count()))
+        self.log.add_counter(lambda: list(self._count()))
 
     # --- who acts ------------------------------------------------------------------------------------------------
 

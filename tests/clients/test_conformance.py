@@ -15,7 +15,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.domain.recipients import seal_to
+from keyvault.domain.recipient_keys import seal_to
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models.keys import OriginHeader
 from keyvault.services.keys.credentials import restrict_credential
@@ -25,7 +25,7 @@ from keyvault.wire.webhooks import SIGNATURE_HEADER, SecretInvalidError, Signatu
 from tests.api.conftest import usage as usage
 from tests.clients.conformance import PATH, RECIPIENT, decided, to_text
 from tests.clients.service_answers import KEYS
-from tests.domain.test_recipients import decoded, open_by_the_book, public_text
+from tests.domain.test_recipient_keys import decoded, open_by_the_book, public_text
 from tests.factories import PRODUCTION, account, grant, issue, make_merchant, make_token, the_operator
 
 CASES: dict[str, list[Any]] = json.loads(PATH.read_text())

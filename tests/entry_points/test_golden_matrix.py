@@ -47,6 +47,9 @@ READERS = {"verify", "integration", "explain"}
 ENGINES = [each for each in ENTRY_POINTS if each.name not in {"integration", "explain"}]
 """Entry points that the verification engine serves."""
 
+DIALECTS = [each for each in ENTRY_POINTS if each.name not in READERS and each.batch_size == 1]
+"""Entry points that ask the engine for one verdict at a time. They differ in how they name the request."""
+
 IS_SQLITE = chosen_database() == "sqlite"
 
 WIDE, NARROW = (500, 2), (150, 1)
@@ -125,6 +128,20 @@ def test_every_entry_point_gives_the_verdicts_of_the_matrix(
 ) -> None:
     """Guarantee: no entry point is more lenient than another, and all report the same status and code."""
     expect_the_matrix(entry_point_type(rows, demanded), demanded)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("client_type", [None, *CLIENTS])
+@pytest.mark.parametrize("entry_point_type", DIALECTS, ids=lambda each: each.name)
+def test_every_dialect_gives_the_verdicts_of_the_wide_sample(
+    entry_point_type: type[EntryPoint],
+    client_type: type[EngineClient] | None,
+    rows: Rows,
+    demanded: Mapping[Row, str],
+) -> None:
+    """Guarantee: no dialect is more lenient for a combination of words, with the engine's cache and without it."""
+    client = () if client_type is None else (client_type(may_remember=True),)
+    expect_the_matrix(entry_point_type(rows, demanded, *client), demanded, WIDE)
 
 
 @pytest.mark.parametrize("client_type", CLIENTS)
@@ -213,10 +230,12 @@ def _masked(response: Response) -> tuple[int, list[tuple[str, str]], bytes]:
     return response.status_code, sorted(headers.items()), response.content.replace(request_id.encode(), b"*")
 
 
-def expect_the_matrix(entry_point: EntryPoint, demanded: Mapping[Row, str]) -> None:
-    """Send a sample of the cases, and compare every response with the matrix."""
-    sampled = sample_for(entry_point, demanded)
-    least, _ = size_of(entry_point)
+def expect_the_matrix(
+    entry_point: EntryPoint, demanded: Mapping[Row, str], size: tuple[int, int] | None = None
+) -> None:
+    """Send a sample of the cases, and compare every response with the matrix. `size`: other than `size_of`."""
+    sampled = sample_for(entry_point, demanded, size)
+    least, _ = size or size_of(entry_point)
     assert len(sampled) >= least
     assert sum(map(reaches_requests, sampled)) > least // 3
     cases = [_place(row, number) for number, row in enumerate(sampled)]
@@ -237,12 +256,13 @@ _samples: dict[Any, list[Row]] = {}
 """Samples by the rule of what an entry point can ask: several entry points share a rule."""
 
 
-def sample_for(entry_point: EntryPoint, demanded: Mapping[Row, str]) -> list[Row]:
+def sample_for(entry_point: EntryPoint, demanded: Mapping[Row, str], size: tuple[int, int] | None = None) -> list[Row]:
     """Return the entry point's sample of the cases, with each verdict that it can be asked for."""
-    wanted = type(entry_point).can_ask, size_of(entry_point)
+    size = size or size_of(entry_point)
+    wanted = type(entry_point).can_ask, size
     if wanted not in _samples:
         possible = list(filter(entry_point.can_ask, demanded))
-        _samples[wanted] = sample(demanded, possible, *size_of(entry_point))
+        _samples[wanted] = sample(demanded, possible, *size)
         assert {demanded[row] for row in _samples[wanted]} == {demanded[row] for row in possible}
     return _samples[wanted]
 
@@ -251,9 +271,9 @@ def size_of(entry_point: EntryPoint) -> tuple[int, int]:
     """Return the size of the entry point's sample.
 
     Only entry points that read the database each in their own way, and batches, differ by combinations of words.
-    PostgreSQL reads the same rows by the same rules.
+    PostgreSQL reads the same rows by the same rules. `make test-long` asks the dialects the wide sample, too.
     """
-    return WIDE if IS_SQLITE and (entry_point.name in READERS or entry_point.batch_size > 1) else NARROW
+    return WIDE if IS_SQLITE and type(entry_point) not in DIALECTS else NARROW
 
 
 def _place(row: Row, number: int) -> PlacedCase:

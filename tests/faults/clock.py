@@ -20,7 +20,7 @@ REQUESTS_PER_SECOND = 20
 SKEWS = (3600.0, -3600.0)
 """Differences of the workers' clock from PostgreSQL's, in seconds."""
 
-REFUSED = "irreversible acts are refused: the clock is wrong"
+REFUSED = "irreversible actions are refused: the clock is wrong"
 REFUSALS = 3
 """Runs of the maintenance in which nothing overdue may end."""
 

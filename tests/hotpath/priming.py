@@ -63,7 +63,7 @@ class Still:
     """The generation counter of a host without changes."""
 
     def __init__(self) -> None:
-        self.words = memoryview(bytearray(8)).cast("Q")
+        self.memory = memoryview(bytearray(8)).cast("Q")
 
     def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]:
         return 0, []

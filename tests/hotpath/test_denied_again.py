@@ -326,13 +326,13 @@ class Moving(Still):
     is_readable = True
 
     def move(self, subjects: Iterable[Subject] | None) -> None:
-        self.words[0] += 1
+        self.memory[0] += 1
         self.subjects = subjects
 
     def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]:
         if not self.is_readable:
             raise OSError("too many open files")
-        return self.words[0], self.subjects
+        return self.memory[0], self.subjects
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

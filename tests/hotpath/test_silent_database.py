@@ -10,7 +10,7 @@ from django.db import connection
 from django.db.models import QuerySet
 
 from keyvault.hotpath.adapters import stores
-from keyvault.hotpath.adapters.stores import PostgresStore, Reader, ShortTimeoutThread
+from keyvault.hotpath.adapters.stores import PostgresStore, PreparedConnection, ShortTimeoutThread
 from keyvault.hotpath.frontends.threaded_frontend import StoreUnavailableError
 from keyvault.hotpath.messages.pending_requests import KEY, TOKEN, Found
 from keyvault.models import Account, Credential
@@ -205,7 +205,7 @@ def test_statement_larger_than_the_socket_buffer_is_sent_completely(
     async def ask() -> None:
         store = PostgresStore()
         store._query = b"SELECT cardinality($1)"
-        reader = await Reader.connect(store._query)
+        reader = await PreparedConnection.connect(store._query)
         many = frozenset(f"{number:016}" for number in range(400_000))
         assert await reader.read(stores._array(many)) == [(len(many),)]
         assert await reader.read(stores._array(NOBODY)) == [(1,)]

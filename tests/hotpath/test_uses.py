@@ -42,7 +42,7 @@ def token(db: None) -> str:
 @pytest.fixture
 def primed(db: None, usage: UsageLog) -> Primed:
     made = prime()
-    usage.add_source(lambda: uses_of(made.engine))
+    usage.add_counter(lambda: uses_of(made.engine))
     return made
 
 
@@ -111,7 +111,7 @@ def test_uses_of_the_fast_path_are_kept_for_a_successor_once_per_report(
         counted.append(made.engine._uses[entry[:6]][:6] == [*entry[:6]])
 
     made = prime(note_new_use=note)
-    usage.add_source(lambda: uses_of(made.engine))
+    usage.add_counter(lambda: uses_of(made.engine))
     for _ in range(3):
         for address in ("192.0.2.1", "192.0.2.2"):
             made.ask(token, question(keys[KeyKind.PRIVATE][1], client_ip=address))
@@ -153,7 +153,7 @@ def test_uses_keep_no_secret_and_no_overlong_text(
 ) -> None:
     """What a client reports about itself is bounded, from the cache and from the slow path."""
     primed = prime(may_remember=is_remembered)
-    usage.add_source(lambda: uses_of(primed.engine))
+    usage.add_counter(lambda: uses_of(primed.engine))
     secret, text = "Bearer 0123456789abcdefABCDEF", keys[KeyKind.PUBLIC][1]
     for agent, origin in ((f"{secret} one", f"{secret} two"), ("u" * 200, "o" * 200)):
         asked = question(text, endpoint="client.configuration", user_agent=agent, origin=origin)
@@ -227,7 +227,7 @@ def test_uses_are_never_older_than_a_report_that_was_given_without_them(
         primed.engine.freshness.confirm(time.monotonic(), clock[0])
         assert b'"allowed":true' in primed.ask(token, question(text)).body
 
-    log.add_source(take)
+    log.add_counter(take)
     for _ in range(3):
         ask()
     log.flush()

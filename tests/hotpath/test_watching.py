@@ -21,9 +21,9 @@ pytestmark = pytest.mark.django_db
 @pytest.fixture(autouse=True)
 def no_sources() -> Iterator[None]:
     """Each engine is a source of uses of the process."""
-    before = usage_log._sources[:]
+    before = usage_log._counters[:]
     yield
-    usage_log._sources[:] = before
+    usage_log._counters[:] = before
 
 
 @pytest.fixture

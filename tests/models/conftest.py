@@ -66,7 +66,7 @@ from rotation.services.rotations.facts import note_evidence
 from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from rotation.services.schedules.standing_approvals import approve_standing_approval, request_standing_approval
-from tests.domain.test_recipients import public_text
+from tests.domain.test_recipient_keys import public_text
 from tests.factories import (
     PRODUCTION,
     SANDBOX,

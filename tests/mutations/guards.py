@@ -234,7 +234,7 @@ GUARDS = (
         "rotation/services/rotations/engine.py",
         "            elif step.to is S.STALLED:\n                effects.settle_delivery(grant, rotation)\n",
         "",
-        "The row of a replacement names its copy also where a person's act stalls the rotation.",
+        "The row of a replacement names its copy also where a person's action stalls the rotation.",
         f"{_COPY_TESTS}::test_replacement_written_again_by_a_killed_worker_has_one_copy",
     ),
     Guard(
@@ -465,8 +465,8 @@ GUARDS = (
     Guard(
         "revoked-key-evicted-on-its-host",
         _ENGINE,
-        "self._evict(subjects)\n            self._generation_words",
-        "self._generation_words",
+        "self._evict(subjects)\n            self._generation_memory",
+        "self._generation_memory",
         "Once a revocation has returned, no process of its host answers with the old record.",
         f"{_MEMORY_TESTS}::test_engine_key_revoked_on_its_host_is_refused_at_the_next_request",
     ),
@@ -651,8 +651,8 @@ GUARDS = (
     Guard(
         "claim-reviewed-by-two",
         _BREAK_GLASS,
-        "is_last = not act.is_claimed or",
-        "is_last = act.is_claimed or",
+        "is_last = not action.is_claimed or",
+        "is_last = action.is_claimed or",
         "One other person does not close an approval that was claimed on a command line.",
         f"{_BREAK_GLASS_TESTS}::test_break_glass_claim_is_closed_by_two_others",
     ),
@@ -700,8 +700,8 @@ GUARDS = (
     Guard(
         "collector-reviews-nothing",
         _BREAK_GLASS,
-        "return person in act.excluded_persons.split()",
-        "return person == act.requester_person",
+        "return person in action.excluded_persons.split()",
+        "return person == action.requester_person",
         "Who collected a key does not review its approval.",
         "tests/rotation/services/rotations/test_requests.py::test_replacement_collector_does_not_review_its_approval",
     ),

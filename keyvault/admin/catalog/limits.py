@@ -225,7 +225,7 @@ class LimitOverrideAdmin(AccountRowAdmin):
             list_url=lambda account: self.list_url(
                 f"?q={account.merchant_id}&environment__exact={account.environment}"
             ),
-            empty="No limit of its own for an endpoint.",
+            empty="No limit of its own for an endpoint. Set a limit to see it here.",
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:

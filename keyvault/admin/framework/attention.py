@@ -27,10 +27,10 @@ MAX_ROWS = 200
 """Maximum rows that are counted per item."""
 
 MAX_DECIDABLE = 50
-"""Maximum rows of an item that are read because the operator's decision on each is authorized."""
+"""Maximum rows of an item that are read to check, row by row, whether the operator may decide."""
 
 _MAX_AUTHORIZED = 12
-"""Maximum rows of an item that the overview reads, if SQL selects nearly all that the operator may decide."""
+"""The same where SQL selects nearly only rows that the operator may decide. Of more rows, all are counted unread."""
 
 URGENT_TONES = frozenset({"alarm", "action"})
 """Tones of items that the operator can act on. The menu counts them."""
@@ -49,8 +49,8 @@ class Attention:
         query: filters the list that the item links to.
         tone: `alarm`, `action`, or `plain` for what others must do.
         decide: permission of the decision that the rows wait for; rows that the operator may not decide are left out.
-        walks: what selects the rows, each by an index of its own, if `rows` would sort or read too many; `rows` then
-            has all rows of the model.
+        selections: what selects the rows, each by an index of its own, if `rows` would sort or read too many; `rows`
+            then has all rows of the model.
         select: returns which of the given rows belong to the item, if SQL cannot express the condition.
         one: what one row is, such as `Rotation stalled`.
         button: label of the link to a row.
@@ -63,19 +63,19 @@ class Attention:
     query: str
     tone: str = "plain"
     decide: Permission | None = None
-    walks: Sequence[QuerySet[Any]] = ()
+    selections: Sequence[QuerySet[Any]] = ()
     select: Callable[[list[Any]], list[Any]] = _all
     one: str = ""
     button: str = "Review"
     entry: str = ""
 
-    def limited_walks(self, request: HttpRequest) -> list[QuerySet[Any]]:
+    def limited_selections(self, request: HttpRequest) -> list[QuerySet[Any]]:
         """Return what selects the rows that the menu counts: without those that need another person's decision."""
-        return [self._limit(request, rows) for rows in self.walks or (self.rows,)]
+        return [self._limit(request, rows) for rows in self.selections or (self.rows,)]
 
     def first_rows(self, request: HttpRequest, ids: Sequence[str], most: int) -> QuerySet[Any]:
         """Return at least the first `most` rows of those that `select_rows` found, in their order."""
-        return self._limit(request, self.rows).filter(pk__in=ids[: most * max(len(self.walks), 1)])
+        return self._limit(request, self.rows).filter(pk__in=ids[: most * max(len(self.selections), 1)])
 
     def _limit(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
         rows = self.model_admin.rows_shown(request, rows)
@@ -141,9 +141,13 @@ FoundAttention = Sequence[tuple[Attention, list[str]]]
 """Items with the ids of their first rows."""
 
 _MAX_SHOWN = 8
+"""Maximum lines of the overview."""
+
 _MAX_SHOWN_PER_ITEM = 3
+"""Maximum lines of one item."""
+
 _MAX_SHOWN_ITEMS = 3
-"""Maximum lines of the overview in total and of one item, and items whose rows it reads, each by a query of its own."""
+"""Maximum items whose rows the overview reads, by one query each."""
 
 
 MENU_SECONDS = 10.0
@@ -161,34 +165,34 @@ class AttentionQuery:
     """Items and other selections, with the query that finds the first rows of all.
 
     Args:
-        walks: number of walks of each item.
+        selections: number of selections of each item.
         others: number of selections of each group of other selections.
     """
 
     items: Sequence[Attention]
-    walks: Sequence[int]
+    selections: Sequence[int]
     others: Sequence[int]
     statement: Statement
 
     def find(self) -> tuple[FoundAttention, list[list[list[str]]]]:
         """Return each item with the ids of its first rows, and the values of each group, by one query."""
         values = iter(self.statement.find())
-        ids = [_merge(list(islice(values, count))) for count in self.walks]
+        ids = [_merge(list(islice(values, count))) for count in self.selections]
         return list(zip(self.items, ids, strict=True)), [list(islice(values, count)) for count in self.others]
 
 
 def select_rows(
     request: HttpRequest, items: Sequence[Attention], others: Sequence[Sequence[tuple[QuerySet[Any], str]]] = ()
 ) -> AttentionQuery:
-    """Select at most MAX_ROWS + 1 rows of each walk of these items.
+    """Select at most MAX_ROWS + 1 rows of each selection of these items.
 
     Args:
         others: groups of further selections, each with the column that is returned of it.
     """
-    walks = [item.limited_walks(request) for item in items]
-    selections = [*((rows, "pk") for each in walks for rows in each), *(each for group in others for each in group)]
-    statement = compile_selections(selections, MAX_ROWS + 1)
-    return AttentionQuery(items, list(map(len, walks)), list(map(len, others)), statement)
+    selections = [item.limited_selections(request) for item in items]
+    parts = [*((rows, "pk") for each in selections for rows in each), *(each for group in others for each in group)]
+    statement = compile_selections(parts, MAX_ROWS + 1)
+    return AttentionQuery(items, list(map(len, selections)), list(map(len, others)), statement)
 
 
 class KeptQueries:

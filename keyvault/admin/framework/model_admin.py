@@ -177,7 +177,7 @@ def _read_first(request: HttpRequest, rows: QuerySet[Any], limit: int) -> list[A
     """Read the first rows of a list.
 
     If the operator's scope names merchants, the ids of few rows are read without a limit, by the index of their
-    accounts: with one the database may walk the rows of all merchants until it has a page of the scope's.
+    accounts. With a limit, the database may scan the rows of all merchants until a page of the scope is full.
     """
     if operator_of(request).scope.merchants is None:
         return list(rows[:limit])

@@ -45,9 +45,9 @@ from keyvault.admin.framework.widgets import (
     moment,
     mono,
 )
-from keyvault.domain.connections import MAX_BYTES
 from keyvault.domain.environments import Environment
 from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.provider_connections import MAX_BYTES
 from keyvault.models import Account, ProviderConnection
 from keyvault.services.secrets.backend import find_backend_location
 from keyvault.services.secrets.provider_connections import (
@@ -225,7 +225,7 @@ class ProviderConnectionAdmin(AccountRowAdmin):
             list_url=lambda account: self.list_url(
                 f"?q={account.merchant_id}&account__environment__exact={account.environment}"
             ),
-            empty="No provider connection yet.",
+            empty="No provider connections yet. Set one to store the merchant's credentials of a provider.",
         )
 
     def extras_for(self, request: HttpRequest, row: Model) -> Extras | None:

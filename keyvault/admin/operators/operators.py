@@ -412,7 +412,12 @@ def _name(role: Role) -> str:
 
 
 def _roles_table(access: OperatorAccess) -> Table:
-    return Table("Roles", _ROLE_COLUMNS, [_role_cells(role) for role in access.roles], empty="No role.")
+    return Table(
+        "Roles",
+        _ROLE_COLUMNS,
+        [_role_cells(role) for role in access.roles],
+        empty="No roles. Roles added with Change roles appear here.",
+    )
 
 
 def _changes_table(operator: Operator) -> Table:

@@ -19,7 +19,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode, NotFoundError
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
-from keyvault.domain.recipients import SUITE
+from keyvault.domain.recipient_keys import SUITE
 from keyvault.models import Account, IssuanceRequest, Key
 from keyvault.services.idempotency import Effect, StoredResponse
 from keyvault.services.issuance.collection import Handover, is_requested_by, read_handover, record_collection

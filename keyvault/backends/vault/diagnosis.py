@@ -315,8 +315,8 @@ class Diagnosis:
                 f"bao kv metadata put -max-versions=0 -delete-version-after=0s -mount={mount} {PEPPER_PATH}",
             )
 
-    def _find(self, subject: str, problem: str, cure: str) -> None:
-        self.findings.append(Finding(subject, problem, cure))
+    def _find(self, subject: str, problem: str, remedy: str) -> None:
+        self.findings.append(Finding(subject, problem, remedy))
 
 
 def _write(client: hvac.Client, path: str, data: dict[str, Any]) -> Any:

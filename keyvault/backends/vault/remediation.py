@@ -20,7 +20,7 @@ class Finding:
 
     subject: str
     problem: str
-    cure: str
+    remedy: str
 
 
 def repair_advice(what: str) -> str:

@@ -152,7 +152,7 @@ class ThreadedAssembly:
         self.engine = make_engine(lambda address: failed_proofs().note(address), load_peppers)
         self.frontend = ThreadedFrontend(self.engine, DatabaseStore(), budgets())
         self.follower = make_follower(self.engine, "server")
-        usage_log.add_source(lambda: uses_of(self.engine))
+        usage_log.add_counter(lambda: uses_of(self.engine))
 
     def start(self) -> None:
         """Follow the change feed, so that the process may answer from memory."""
@@ -213,7 +213,7 @@ class AssembledVerifier:
         self.shortcut = Shortcut(_VERIFY, self._frontend.verify)
         self._status_threads = {path: ShortTimeoutThread(path) for path in _STATUS_PATHS}
         self._recorder_thread = ShortTimeoutThread("notes", END_SECONDS)
-        usage_log.add_source(lambda: uses_of(self.engine))
+        usage_log.add_counter(lambda: uses_of(self.engine))
 
     def begin(self) -> None:
         """Follow the change feed and report uses."""

@@ -397,9 +397,10 @@ def _split(uses: Iterable[dict[str, object]]) -> list[list[dict[str, object]]]:
 
 
 def _refused_uses(error: CentralRefusedError) -> set[int]:
-    """Return which uses have a member that the service does not take. Their times are no reason: clocks get corrected.
+    """Return the numbers of the uses with a member that the service does not accept.
 
-    A report for a wrong clock is refused as a whole.
+    A fault of the times, of a use (`/uses/0`) or of the report (`/flushed_through`), counts for none: the clock may be
+    corrected, and the report is sent again.
     """
     if "/flushed_through" in error.pointers:
         return set()

@@ -160,7 +160,7 @@ class PostgresStore(ThreadStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self._idle: list[Reader] = []
+        self._idle: list[PreparedConnection] = []
         self._is_closed = False
         self._query = _keys_query()
 
@@ -169,24 +169,24 @@ class PostgresStore(ThreadStore):
             return await super().find(kind, ids)
         wanted = _array(ids)
         while True:
-            reader = self._take_idle()
-            is_last = reader is None
+            prepared = self._take_idle()
+            is_last = prepared is None
             try:
-                reader = reader or await Reader.connect(self._query)
-                rows = await reader.read(wanted)
+                prepared = prepared or await PreparedConnection.connect(self._query)
+                rows = await prepared.read(wanted)
             except (psycopg.Error, TimeoutError) as error:
-                self._discard(reader)
+                self._discard(prepared)
                 if is_last or isinstance(error, TimeoutError):
                     _outage.report(error)
                     raise StoreUnavailableError(str(error)) from error
             else:
-                self._give_back(reader)
+                self._give_back(prepared)
                 return keys_of_raw(rows)
 
     def find_keys(self, ids: frozenset[str], callback: KeysCallback) -> None:
         """Find keys on an idle connection, without the coroutines of `find`, which cost more than the query."""
-        reader = self._take_idle()
-        if reader is None:
+        prepared = self._take_idle()
+        if prepared is None:
             super().find_keys(ids, callback)
             return
 
@@ -195,14 +195,14 @@ class PostgresStore(ThreadStore):
         def receive(rows: Rows | Exception) -> None:
             meters.reads.note(time.monotonic() - begun_at)
             if isinstance(rows, TimeoutError):
-                self._discard(reader)
+                self._discard(prepared)
                 _outage.report(rows)
                 callback(StoreUnavailableError(str(rows)))
             elif isinstance(rows, Exception):
-                self._discard(reader)
+                self._discard(prepared)
                 super(PostgresStore, self).find_keys(ids, callback)
             else:
-                self._give_back(reader)
+                self._give_back(prepared)
                 try:
                     found = keys_of_raw(rows)
                 except Exception as error:  # noqa: BLE001  rows that do not convert to records
@@ -210,36 +210,36 @@ class PostgresStore(ThreadStore):
                 else:
                     callback(found)
 
-        reader.read_async(_array(ids), receive)
+        prepared.read_async(_array(ids), receive)
 
-    def _take_idle(self) -> "Reader | None":
+    def _take_idle(self) -> "PreparedConnection | None":
         while self._idle:
-            reader = self._idle.pop()
-            if not reader.is_closed:
-                return reader
+            prepared = self._idle.pop()
+            if not prepared.is_closed:
+                return prepared
         return None
 
-    def _give_back(self, reader: "Reader") -> None:
+    def _give_back(self, prepared: "PreparedConnection") -> None:
         if self._is_closed:
-            reader.close()
+            prepared.close()
         else:
-            self._idle.append(reader)
+            self._idle.append(prepared)
 
-    def _discard(self, reader: "Reader | None") -> None:
+    def _discard(self, prepared: "PreparedConnection | None") -> None:
         """Close this connection and all idle ones. They were lost too, or hold a plan for tables that have changed."""
-        for lost in (reader, *self._idle):
+        for lost in (prepared, *self._idle):
             if lost is not None:
                 lost.close()
         self._idle.clear()
 
     async def close(self) -> None:
         self._is_closed = True
-        for reader in self._idle:
-            reader.close()
+        for prepared in self._idle:
+            prepared.close()
         await super().close()
 
 
-class Reader:
+class PreparedConnection:
     """An asynchronous connection with one prepared statement, driven through libpq.
 
     psycopg's coroutines cost several times as much as waiting for the socket. One query at a time. Raises
@@ -264,11 +264,11 @@ class Reader:
         """Connect and prepare `query`, whose only parameter $1 is an array of texts."""
         connection = await _connect()
         connection.adapters.register_loader("jsonb", ByteaBinaryLoader)  # as raw bytes
-        reader = cls(connection)
-        wire = reader._pgconn
-        await reader._run(lambda: wire.send_query(_SETTINGS))
-        await reader._run(lambda: wire.send_prepare(_STATEMENT, query, [_TEXT_ARRAY_OID]))
-        return reader
+        prepared = cls(connection)
+        wire = prepared._pgconn
+        await prepared._run(lambda: wire.send_query(_SETTINGS))
+        await prepared._run(lambda: wire.send_prepare(_STATEMENT, query, [_TEXT_ARRAY_OID]))
+        return prepared
 
     @property
     def is_closed(self) -> bool:

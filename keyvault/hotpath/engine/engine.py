@@ -99,7 +99,7 @@ class Engine:
         self._clean_texts: dict[str, str] = {}
         """Cleaned form of user agents and origins that contain no secret. Thousands of keys share the same few."""
         self._period = 1
-        self._generation_words = ports.generation.words
+        self._generation_memory = ports.generation.memory
         self._seen_generation = ports.generation.since(-1)[0]
         self._new_tag = self.memory.new_tag
         self._keys_by_id = self.memory.keys.by_id
@@ -152,7 +152,7 @@ class Engine:
 
         If the changes cannot be read, evict everything; nothing is cached until they can be read.
         """
-        if self._generation_words[0] != self._seen_generation:
+        if self._generation_memory[0] != self._seen_generation:
             try:
                 seen, subjects = self.ports.generation.since(self._seen_generation)
             except OSError:
@@ -160,12 +160,12 @@ class Engine:
                 return
             # Evict before publishing the counter: a thread that sees the current counter may answer.
             self._evict(subjects)
-            self._generation_words = self.ports.generation.words
+            self._generation_memory = self.ports.generation.memory
             self._seen_generation = seen
 
     def may_remember(self) -> bool:
         """Return whether memory may be used now. The caller holds the lock and has called `catch_up`."""
-        has_caught_up = self._generation_words[0] == self._seen_generation
+        has_caught_up = self._generation_memory[0] == self._seen_generation
         return has_caught_up and self.freshness.is_fresh(self.ports.monotonic(), self.ports.wall())
 
     # --- fast path ------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Engine:
             acquire()
             try:
                 wall, monotonic = wall_clock(), monotonic_clock()
-                if self._generation_words[0] != self._seen_generation:
+                if self._generation_memory[0] != self._seen_generation:
                     self.catch_up()
                     if not self.may_remember():
                         return None

@@ -30,7 +30,7 @@ class EngineBudgets(Protocol):
 class GenerationSource(Protocol):
     """The host's generation counter, see `services.recording.host_generation`."""
 
-    words: memoryview
+    memory: memoryview
 
     def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]: ...
 

@@ -138,7 +138,7 @@ class AsyncioFrontend:
             future, queue = CallbackFuture(), self._misses
             queue.append((known, authorization, body, future))
             if not self._is_scheduled and (len(queue) == 1 or len(queue) + len(self._queued) >= MAX_ANSWERS_PER_TURN):
-                self._schedule_read()  # at any other length of the queue, `_schedule_read` would begin no read
+                self._schedule_read()  # at other lengths of the queue no read can begin
             return future
         return self._begin(self._open_plain(authorization, body))
 

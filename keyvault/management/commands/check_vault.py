@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from django.conf import settings
@@ -68,7 +67,9 @@ class Command(JsonCommand):
             "healthy": self.healthy,
             "in_use": settings.IS_VAULT or options["host"] == "keystore",
             "checked": diagnosis.checked,
-            "findings": [asdict(finding) for finding in diagnosis.findings],
+            "findings": [
+                {"subject": each.subject, "problem": each.problem, "cure": each.remedy} for each in diagnosis.findings
+            ],
         }
 
     def format_text(self, answer: Mapping[str, Any]) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from keyvault.access.permissions import Permission
-from keyvault.domain.connections import MAX_BYTES
 from keyvault.domain.errors import Fault, RequestInvalidError
 from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.provider_connections import MAX_BYTES
 from keyvault.management.mixins import AccountMixin, OperatorMixin
 from keyvault.services.secrets.provider_connections import describe_connection, set_connection
 

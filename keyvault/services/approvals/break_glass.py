@@ -77,75 +77,75 @@ def find_authority_fault(username: str) -> str | None:
     return None
 
 
-def find_review_fault(act: BreakGlass, person: str) -> str | None:
+def find_review_fault(action: BreakGlass, person: str) -> str | None:
     """Return why the person must not review the action, or None."""
-    if act.reviewed_at is not None:
+    if action.reviewed_at is not None:
         return "This action is already reviewed."
-    if act.is_claimed and person == act.person == act.requester_person:
+    if action.is_claimed and person == action.person == action.requester_person:
         return "This was done in your name on a command line, so others must review it. Tell them if it was not you."
-    if person == act.requester_person:
+    if person == action.requester_person:
         return "You requested this, so another person must review it."
-    if _is_excluded(act, person) and person == act.person:
+    if _is_excluded(action, person) and person == action.person:
         return "This was done under your name, so another person must review it."
-    if _is_excluded(act, person):
+    if _is_excluded(action, person):
         return "You collected the key, approved this too, or this is about you, so another person must review it."
-    if person == act.first_reviewer_person:
+    if person == action.first_reviewer_person:
         return "You have reviewed this, and another person must review it too."
     return None
 
 
-def review_break_glass(grant: Grant, act: BreakGlass) -> None:
+def review_break_glass(grant: Grant, action: BreakGlass) -> None:
     """Record a review. It completes the action, unless it is the first of a claimed action's two reviews.
 
     Raises StateConflictError when `find_review_fault` or `find_authority_fault` finds a reason, and on a command line.
     """
     operator = _reviewer(grant)
-    fault = find_review_fault(act, operator.person) or find_authority_fault(operator.username)
+    fault = find_review_fault(action, operator.person) or find_authority_fault(operator.username)
     if fault is not None:
         raise StateConflictError(fault)
-    is_last = not act.is_claimed or act.first_reviewer_person is not None
+    is_last = not action.is_claimed or action.first_reviewer_person is not None
     reviewer = OperatorRow.objects.get(username=operator.username)
     with recorded(
         grant,
         Permission.BREAK_GLASS_REVIEW,
         "break_glass.reviewed",
-        account=scope_of(act),
-        act_id=act.act_id,
-        act=act.event,
+        account=scope_of(action),
+        act_id=action.act_id,
+        act=action.event,
         is_last=is_last,
     ):
         if is_last:
-            act.compare_and_swap(reviewed_at=grant.at, reviewer=reviewer, reviewer_person=operator.person)
+            action.compare_and_swap(reviewed_at=grant.at, reviewer=reviewer, reviewer_person=operator.person)
         else:
-            act.compare_and_swap(first_reviewer=reviewer, first_reviewer_person=operator.person)
+            action.compare_and_swap(first_reviewer=reviewer, first_reviewer_person=operator.person)
 
 
-def disown_approval(grant: Grant, act: BreakGlass) -> None:
+def disown_approval(grant: Grant, action: BreakGlass) -> None:
     """Record that the claimed approver did not approve, and raise an alarm; two other persons review it.
 
     Raises StateConflictError unless the operator could confirm the approval.
     """
     operator = _reviewer(grant)
-    if not may_confirm(act, operator.person):
+    if not may_confirm(action, operator.person):
         raise StateConflictError("Only the claimed approver can disown an approval, before it is reviewed.")
-    event, within = "break_glass.disowned", scope_of(act)
-    with recorded(grant, Permission.BREAK_GLASS_REVIEW, event, account=within, act_id=act.act_id, act=act.event):
-        act.compare_and_swap(excluded_persons=f"{act.excluded_persons} {operator.person}")
+    event, within = "break_glass.disowned", scope_of(action)
+    with recorded(grant, Permission.BREAK_GLASS_REVIEW, event, account=within, act_id=action.act_id, act=action.event):
+        action.compare_and_swap(excluded_persons=f"{action.excluded_persons} {operator.person}")
         announce(
             grant,
             NoticeKind.APPROVAL_DISOWNED,
             None,
-            act.subject,
-            act_id=act.act_id,
-            event=act.event,
+            action.subject,
+            act_id=action.act_id,
+            event=action.event,
             by=operator.username,
-            host_user=act.host_user,
+            host_user=action.host_user,
         )
 
 
-def may_confirm(act: BreakGlass, person: str) -> bool:
+def may_confirm(action: BreakGlass, person: str) -> bool:
     """Whether the person is the claimed approver of an open action, and has neither confirmed nor disowned it."""
-    return act.is_claimed and person == act.person and find_review_fault(act, person) is None
+    return action.is_claimed and person == action.person and find_review_fault(action, person) is None
 
 
 def exclude_collector(person: str, *subjects: str) -> None:
@@ -154,10 +154,10 @@ def exclude_collector(person: str, *subjects: str) -> None:
     `subjects`: the rotation, and the campaign or standing approval that covers it. Raises StateConflictError when the
     person reviewed one of their actions.
     """
-    acts = list_actions(subjects)
-    if any(is_reviewed_by(act, person) for act in acts):
+    actions = list_actions(subjects)
+    if any(is_reviewed_by(action, person) for action in actions):
         raise StateConflictError("You reviewed the approval of this key. Another person must collect it.")
-    _exclude(person, acts)
+    _exclude(person, actions)
 
 
 def exclude_approvers(operator: OperatorPrincipal, earlier: Collection[str], subject: str, event: str) -> None:
@@ -166,33 +166,33 @@ def exclude_approvers(operator: OperatorPrincipal, earlier: Collection[str], sub
     `earlier`: the persons who approved it before the operator. Raises StateConflictError when the operator reviewed one
     of these approvals.
     """
-    acts = [act for act in list_actions([subject]) if act.event == event]
-    if any(is_reviewed_by(act, operator.person) for act in acts):
+    actions = [action for action in list_actions([subject]) if action.event == event]
+    if any(is_reviewed_by(action, operator.person) for action in actions):
         raise StateConflictError("You reviewed another approval of this. Another person must approve it.")
     for person in (operator.person, *earlier):
-        _exclude(person, acts)
+        _exclude(person, actions)
 
 
-def _exclude(person: str, acts: Iterable[BreakGlass]) -> None:
-    for act in acts:
-        if act.reviewed_at is None and not _is_excluded(act, person):
-            act.compare_and_swap(excluded_persons=f"{act.excluded_persons} {person}")
+def _exclude(person: str, actions: Iterable[BreakGlass]) -> None:
+    for action in actions:
+        if action.reviewed_at is None and not _is_excluded(action, person):
+            action.compare_and_swap(excluded_persons=f"{action.excluded_persons} {person}")
 
 
 def list_actions(subjects: Collection[str]) -> list[BreakGlass]:
     """Return the break-glass actions on these subjects with who acted, the oldest first."""
-    acts = BreakGlass.objects.filter(subject__in=subjects)
-    return list(acts.select_related("operator").order_by("created_at", "act_id"))
+    actions = BreakGlass.objects.filter(subject__in=subjects)
+    return list(actions.select_related("operator").order_by("created_at", "act_id"))
 
 
-def is_reviewed_by(act: BreakGlass, person: str) -> bool:
+def is_reviewed_by(action: BreakGlass, person: str) -> bool:
     """Whether the person reviewed the action, as its first or its last reviewer."""
-    return person in (act.first_reviewer_person, act.reviewer_person)
+    return person in (action.first_reviewer_person, action.reviewer_person)
 
 
-def scope_of(act: BreakGlass) -> AccessScope:
+def scope_of(action: BreakGlass) -> AccessScope:
     """Return the accounts that the action concerns; the whole installation if its subject is of several accounts."""
-    return EVERYWHERE if act.account is None else target_of(act.account).scope
+    return EVERYWHERE if action.account is None else target_of(action.account).scope
 
 
 def _find_account(grant: Grant) -> Account | None:
@@ -212,5 +212,5 @@ def _reviewer(grant: Grant) -> OperatorPrincipal:
     return operator
 
 
-def _is_excluded(act: BreakGlass, person: str) -> bool:
-    return person in act.excluded_persons.split()
+def _is_excluded(action: BreakGlass, person: str) -> bool:
+    return person in action.excluded_persons.split()

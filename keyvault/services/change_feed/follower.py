@@ -336,7 +336,7 @@ class _WakeUp:
     def _wait_for_generation(self) -> None:
         until = time.monotonic() + POLL_SECONDS
         while not self._stop.wait(_GENERATION_SECONDS):
-            current = generation().words[0]
+            current = generation().memory[0]
             if current != self._seen_generation or time.monotonic() >= until:
                 # Read before the poll, which therefore finds every change that the counter has announced.
                 self._seen_generation = current

@@ -15,7 +15,7 @@ from keyvault.domain.issuance import COLLECT_WITHIN, COLLECTED_DELIVERIES, Deliv
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.domain.recipients import Sealed, seal_to
+from keyvault.domain.recipient_keys import Sealed, seal_to
 from keyvault.models import IssuanceRequest, Key, KeyUse, Material
 from keyvault.services.keys.lifecycle import discard_key
 from keyvault.services.recording.notifications import announce

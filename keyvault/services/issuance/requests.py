@@ -30,7 +30,7 @@ from keyvault.domain.issuance import (
 from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.domain.recipients import find_recipient_fault
+from keyvault.domain.recipient_keys import find_recipient_fault
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account, Credential, IssuanceApproval, IssuanceRequest, Key, ServiceToken
 from keyvault.services.approvals.break_glass import note_break_glass

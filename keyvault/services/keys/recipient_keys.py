@@ -21,7 +21,7 @@ from keyvault.domain.free_text import clean_text
 from keyvault.domain.ids import mint_id
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.notifications import NoticeKind
-from keyvault.domain.recipients import find_recipient_fault
+from keyvault.domain.recipient_keys import find_recipient_fault
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Credential, IssuanceRequest, Key, RecipientKey, RecipientKeyApproval
 from keyvault.services.approvals.four_eyes import approving_operator, record_approval

@@ -24,7 +24,7 @@ from django.conf import settings
 from keyvault.access.limits import Bucket, Spend
 from keyvault.services.limits.limiter import Limiter, limiter
 from keyvault.services.limits.stores import LimitStoreLostError, LocalStore, RedisStore, Spender, StoreReply
-from keyvault.services.limits.token_leases import LeaseRequest, Leases
+from keyvault.services.limits.token_leases import TokenLeaseRequest, TokenLeases
 
 
 class LimitBudgets(Protocol):
@@ -74,16 +74,16 @@ class LeasedBudgets:
 
     is_local = False
 
-    def __init__(self, limiter: Limiter, store: RedisStore, leases: Leases | None = None) -> None:
+    def __init__(self, limiter: Limiter, store: RedisStore, leases: TokenLeases | None = None) -> None:
         self._limiter = limiter
         self._store = store
-        self._leases = leases or Leases()
+        self._leases = leases or TokenLeases()
         self.spender = self._leases.spender
         self.close_async = limiter.close_async
 
     def spend(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
         step = self._leases.plan(buckets, cost)
-        while isinstance(step, LeaseRequest):
+        while isinstance(step, TokenLeaseRequest):
             answer: StoreReply | None = None
             try:
                 with suppress(LimitStoreLostError), self._limiter.watch.guard():
@@ -98,7 +98,7 @@ class LeasedBudgets:
 
     async def spend_async(self, buckets: Sequence[Bucket], cost: int, *, refuse_on_loss: bool = False) -> Spend:
         step = self._leases.plan(buckets, cost)
-        while isinstance(step, LeaseRequest):
+        while isinstance(step, TokenLeaseRequest):
             answer: StoreReply | None = None
             try:
                 with suppress(LimitStoreLostError), self._limiter.watch.guard():

@@ -1,7 +1,7 @@
 """Token leases: tokens taken from the shared buckets in advance and spent in this process. No I/O here.
 
-    plan(buckets, cost)       -> Spend, if the local state decides, or the LeaseRequest to send to the store
-    settle(request, reply)    -> Spend, or another LeaseRequest; abandon(request) when there was no reply
+    plan(buckets, cost)       -> Spend, if the local state decides, or the TokenLeaseRequest to send to the store
+    settle(request, reply)    -> Spend, or another TokenLeaseRequest; abandon(request) when there was no reply
 
 A lease is the tokens that a lease request takes from the store beyond the cost of the client's request. It expires
 LIFE_US after the lease request was sent, by the clock of this process. Its remaining tokens are then lost: the bucket
@@ -66,7 +66,7 @@ class _LeasePart:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRequest:
+class TokenLeaseRequest:
     """A request to the store: spend `costs` from `buckets`, all or none, for one client request of `cost` tokens."""
 
     all_buckets: Sequence[Bucket]
@@ -86,7 +86,7 @@ class LeaseRequest:
         return [part.size for part in self.parts]
 
 
-class Leases:
+class TokenLeases:
     """Leases of one process, for at most `capacity` buckets: the oldest are evicted and their tokens lost."""
 
     def __init__(
@@ -126,7 +126,7 @@ class Leases:
                 lease.left -= cost
         return statuses
 
-    def plan(self, buckets: Sequence[Bucket], cost: int) -> Spend | LeaseRequest:
+    def plan(self, buckets: Sequence[Bucket], cost: int) -> Spend | TokenLeaseRequest:
         """Decide locally, or return the request to send to the store.
 
         Raises ValueError when a bucket can never hold that many tokens.
@@ -150,9 +150,9 @@ class Leases:
             if not uncovered:
                 return self._result(buckets, now_us)
             parts = tuple(_lease_part(bucket, lease, cost, now_us) for bucket, lease in uncovered)
-            return LeaseRequest(buckets, cost, parts, tuple((lease, lease.ends_us) for lease in covered), now_us)
+            return TokenLeaseRequest(buckets, cost, parts, tuple((lease, lease.ends_us) for lease in covered), now_us)
 
-    def settle(self, lease_request: LeaseRequest, reply: StoreReply) -> Spend | LeaseRequest:
+    def settle(self, lease_request: TokenLeaseRequest, reply: StoreReply) -> Spend | TokenLeaseRequest:
         with self._lock:
             now_us = self._now_us()
             is_spent = reply.spend.allowed
@@ -170,20 +170,22 @@ class Leases:
                     _LeasePart(part.bucket, part.lease, lease_request.cost, part.is_lease)
                     for part in lease_request.parts
                 )
-                return LeaseRequest(lease_request.all_buckets, lease_request.cost, parts, lease_request.covered, now_us)
+                return TokenLeaseRequest(
+                    lease_request.all_buckets, lease_request.cost, parts, lease_request.covered, now_us
+                )
             self._end_leasing(lease_request)
             if is_spent:
                 return self._result(lease_request.all_buckets, now_us)
             self._refund(lease_request)
             return self._result(lease_request.all_buckets, now_us, reply.spend, lease_request.buckets)
 
-    def abandon(self, lease_request: LeaseRequest) -> None:
+    def abandon(self, lease_request: TokenLeaseRequest) -> None:
         """Give up a request whose outcome is unknown. Tokens that the store may have spent are lost."""
         with self._lock:
             self._end_leasing(lease_request)
             self._refund(lease_request)
 
-    def _take(self, part: _LeasePart, lease_request: LeaseRequest, now_us: int) -> None:
+    def _take(self, part: _LeasePart, lease_request: TokenLeaseRequest, now_us: int) -> None:
         """Replace the previous lease. At most `cost` - 1 of its tokens carry over."""
         lease = part.lease
         before = min(lease.left, lease_request.cost - 1) if now_us < lease.ends_us else 0
@@ -192,13 +194,13 @@ class Leases:
         lease.size = part.size
 
     @staticmethod
-    def _end_leasing(lease_request: LeaseRequest) -> None:
+    def _end_leasing(lease_request: TokenLeaseRequest) -> None:
         for part in lease_request.parts:
             if part.is_lease:
                 part.lease.is_leasing = False
 
     @staticmethod
-    def _refund(lease_request: LeaseRequest) -> None:
+    def _refund(lease_request: TokenLeaseRequest) -> None:
         """Return the tokens to their leases. They are lost if the lease was replaced or the next one is requested."""
         for lease, ends_us in lease_request.covered:
             if lease.ends_us == ends_us and not lease.is_leasing:

@@ -13,7 +13,7 @@ from keyvault.services.work.clock import ClockDiffersError
 
 
 def report_clock(error: ClockDiffersError, now: datetime) -> None:
-    """Raise an alarm about this host, unless one is unseen. Call it when an irreversible act was refused."""
+    """Raise an alarm about this host, unless one is unseen. Call it when an irreversible action was refused."""
     host, seconds = host_name(), round(error.difference.total_seconds())
     grant = authorize(WORKER, Permission.PROCESSES_WATCH, now=now)
     with alarm_due(NoticeKind.CLOCK_DIFFERS, host, now) as is_due:

@@ -1,6 +1,6 @@
 """A generation counter that all processes of a host share: it grows with every change and is read before each verdict.
 
-Reading `words[0]` costs some tens of nanoseconds, without a system call or a lock. When it differs from the value last
+Reading `memory[0]` costs some tens of nanoseconds, without a system call or a lock. When it differs from the value last
 seen, `since` returns the changed subjects from a ring buffer. If it cannot, the reader must drop its whole cache. A
 writer announces after the commit and before it responds: from then on no process of the host can miss the change.
 
@@ -45,12 +45,12 @@ The lock is held for microseconds and ends with its process. Only a process stop
 class HostGeneration:
     """The counter in the file at `path`, created with mode 0600 if absent. Raises OSError when that fails.
 
-    `words[0]` is the generation. Read `words` again after every `since`, which may have mapped another file. The file
+    `memory[0]` is the generation. Read `memory` again after every `since`, which may have mapped another file. The file
     may be deleted while the service runs, but never truncated: that kills its readers (SIGBUS). Threads and forked
     children may share an instance.
     """
 
-    words: memoryview
+    memory: memoryview
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -67,16 +67,16 @@ class HostGeneration:
             return
         with self._opened() as descriptor:
             self._map(descriptor)
-            words = self.words
+            memory = self.memory
             if not _try_lock(descriptor, fcntl.LOCK_EX, _WRITER_SECONDS):
                 # The holder was stopped while it held the lock. A distant number makes readers drop their caches.
-                words[0] = time.time_ns()
+                memory[0] = time.time_ns()
                 return
-            before = words[0]
+            before = memory[0]
             for number, subject in enumerate(subjects, start=before + 1):
-                _write_slot(words, number, subject)
+                _write_slot(memory, number, subject)
             # A stopped holder that resumes after others stopped waiting overwrites their slots.
-            words[0] = before + len(subjects) if words[0] == before else time.time_ns()
+            memory[0] = before + len(subjects) if memory[0] == before else time.time_ns()
 
     def since(self, seen: int) -> tuple[int, list[Subject] | None]:
         """Return the current generation and the subjects announced after `seen`.
@@ -86,14 +86,14 @@ class HostGeneration:
         """
         with self._opened() as descriptor:
             is_remapped = self._map(descriptor)
-            words = self.words
-            current = words[0]
+            memory = self.memory
+            current = memory[0]
             if is_remapped or not _try_lock(descriptor, fcntl.LOCK_SH, _READER_SECONDS):
                 return current, None
-            current = words[0]
+            current = memory[0]
             if not 0 <= current - seen <= SLOTS:
                 return current, None
-            found = [_read_slot(words, number) for number in range(seen + 1, current + 1)]
+            found = [_read_slot(memory, number) for number in range(seen + 1, current + 1)]
         subjects = [subject for subject in found if subject is not None]
         return current, subjects if len(subjects) == len(found) else None
 
@@ -114,53 +114,53 @@ class HostGeneration:
             os.close(descriptor)
 
     def _map(self, descriptor: int) -> bool:
-        """Map this file as `words`. Return False if it is already mapped, True if it replaces another or none.
+        """Map this file as `memory`. Return False if it is already mapped, True if it replaces another or none.
 
         Notifies the readers of the file that it replaces. Initializes a file without our header in place, so that all
         processes read the same file.
         """
         status = os.fstat(descriptor)
         file = status.st_dev, status.st_ino
-        if file == self._file and status.st_size >= _SIZE and self.words[1] == _MAGIC:
+        if file == self._file and status.st_size >= _SIZE and self.memory[1] == _MAGIC:
             return False
         _try_lock(descriptor, fcntl.LOCK_EX, _WRITER_SECONDS)
         if os.fstat(descriptor).st_size < _SIZE:
             # Allocate the blocks: a write to a hole of a mapped file kills the process when the disk is full.
             os.posix_fallocate(descriptor, 0, _SIZE)
-        words = memoryview(mmap.mmap(descriptor, _SIZE)).cast("Q")
-        if words[1] != _MAGIC:
-            words[0] = time.time_ns()  # greater than any earlier file's counter, and far from it
-            words[1] = _MAGIC
+        memory = memoryview(mmap.mmap(descriptor, _SIZE)).cast("Q")
+        if memory[1] != _MAGIC:
+            memory[0] = time.time_ns()  # greater than any earlier file's counter, and far from it
+            memory[1] = _MAGIC
         elif self._file is not None:
             # It may be an older copy: its counter could pass a value that a reader has seen, without those subjects.
-            words[0] = time.time_ns()
+            memory[0] = time.time_ns()
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         if self._file is not None:
-            self.words[0] = time.time_ns()
-        self.words, self._file = words, file
+            self.memory[0] = time.time_ns()
+        self.memory, self._file = memory, file
         return True
 
 
-def _write_slot(words: memoryview, number: int, subject: Subject) -> None:
+def _write_slot(memory: memoryview, number: int, subject: Subject) -> None:
     """Write one slot, its number last: without a number, the slot of a writer killed meanwhile is ignored."""
     text = "\0".join(subject).encode()
     length = len(text) if len(text) <= _MAX_SUBJECT_BYTES else 0
     start = _start_of(number)
-    words[start] = 0
-    words[start + 1] = length
+    memory[start] = 0
+    memory[start + 1] = length
     first = 8 * (start + 2)
-    words.cast("B")[first : first + length] = text[:length]
-    words[start] = number
+    memory.cast("B")[first : first + length] = text[:length]
+    memory[start] = number
 
 
-def _read_slot(words: memoryview, number: int) -> Subject | None:
+def _read_slot(memory: memoryview, number: int) -> Subject | None:
     start = _start_of(number)
-    length = words[start + 1]
-    if words[start] != number or not 0 < length <= _MAX_SUBJECT_BYTES:
+    length = memory[start + 1]
+    if memory[start] != number or not 0 < length <= _MAX_SUBJECT_BYTES:
         return None
     first = 8 * (start + 2)
     try:
-        kind, _, identity = bytes(words.cast("B")[first : first + length]).decode().partition("\0")
+        kind, _, identity = bytes(memory.cast("B")[first : first + length]).decode().partition("\0")
     except UnicodeDecodeError:
         return None
     return kind, identity

@@ -206,7 +206,7 @@ class AnchorWriter:
             # Another worker was faster.
             self.position = anchor.sequence
             return 0
-        # An anchor ahead of a database that was set back stays ahead, so that the database does not start.
+        # If the database was set back, keep the anchor's sequence ahead of it, so that the service refuses to start.
         sequence = max(end, anchor.sequence)
         lines = describe_ended(subjects, sequence, now)
         try:
@@ -258,7 +258,7 @@ def _write_segment(previous: str, lines: Sequence[Ended]) -> str:
 
 
 LAG = "revocations"
-"""Subject of the alarm about an anchor that lacks revocations. A host's name is that of the alarm about its log."""
+"""Subject of the alarm about an anchor that lacks revocations. The alarm about a host's log has its name."""
 
 
 def raise_anchor_alarm_once(subject: str, now: datetime, **details: JsonValue) -> None:

@@ -44,7 +44,10 @@ _PROGRESS_INTERVAL = 10_000
 """Changes checked between two progress lines, and the maximum that a restart checks again."""
 
 _SETTLED_AFTER = timedelta(seconds=60)
-"""Age after which an unsettled line is settled. A later commit is still marked by its own process, and that counts."""
+"""Age after which a line without an outcome is settled.
+
+If its transaction commits later, its own process marks it as committed, and that mark takes precedence.
+"""
 
 
 @dataclass(slots=True)
@@ -82,7 +85,7 @@ class LogBackfill:
         self._settle(now)
         last = find_last_settled()
         if last < self.position:
-            # Either the database was set back, or no verifier follows it and nothing is known to be settled.
+            # The database was set back, or no verifier follows it: then no change is known to be settled.
             self._detect_rewind(read_counter())
         if last <= self.position:
             return 0

@@ -76,7 +76,7 @@ def write_export(path: Path, now: datetime) -> RevocationExport:
 
 
 def _require_complete() -> None:
-    """Raise StateConflictError if the revocation log or the anchor shows, or hides, that the database lacks some."""
+    """Raise StateConflictError if the database lacks logged or anchored revocations, or may lack some."""
     preview = preview_replay()
     found, path = preview.found, settings.REVOCATION_LOG
     why = ""

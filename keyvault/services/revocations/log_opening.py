@@ -87,8 +87,8 @@ class Recovery:
 def recover_revocation_log(now: datetime) -> Recovery:
     """Add to this host's log what only the anchor has, or rebuild a lost log from it.
 
-    If the anchor cannot be read now, the worker repeats it, see `LateComparison`. Raises OSError, StateConflictError if
-    the log belongs to another installation, and IntegrityError before setup.
+    If the anchor cannot be read now, the worker compares later, see `LateComparison`. Raises OSError,
+    StateConflictError if the log belongs to another installation, and IntegrityError before setup.
     """
     _require_own_log()
     try:

@@ -41,10 +41,10 @@ _LIVING: Mapping[str, Q] = {
 class Comparison:
     """The difference between the revocation log and the database.
 
-    `lost`: revoked in the log and alive in the database, or no longer known as compromised. `unknown`: revoked and
-    without a row, so it authenticates nothing. `damaged`: line numbers. `highest`: newest change in the log.
-    `newest_at`: time of its newest revocation; None: it has none. `counter`: newest change sequence drawn by the
-    database. `installations`: ids that the log belongs to.
+    `lost`: revoked in the log, but not in the database; or compromised in the log, but only deactivated in the
+    database. `unknown`: revoked and without a row, so it authenticates nothing. `damaged`: line numbers. `highest`:
+    newest change in the log. `newest_at`: time of its newest revocation; None: it has none. `counter`: newest change
+    sequence drawn by the database. `installations`: ids that the log belongs to.
     """
 
     highest: int = 0

@@ -29,11 +29,11 @@ from keyvault.backends.base import (
     VersionState,
 )
 from keyvault.domain.canonical import JsonValue
-from keyvault.domain.connections import connection_path, read_credentials, read_provider
 from keyvault.domain.environments import CONNECTION_MODE, Environment
 from keyvault.domain.errors import NotFoundError, StateConflictError
 from keyvault.domain.ids import mint_id
 from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.provider_connections import connection_path, read_credentials, read_provider
 from keyvault.models import Account, ProviderConnection
 from keyvault.services.merchants.merchants import require_not_offboarded
 from keyvault.services.recording.transaction import recorded

@@ -65,7 +65,7 @@ Uses = Sequence[Any]
 The items are: key id, endpoint name, source (canonical address or token id), user agent, page origin, outcome value,
 count, first use and last use. Times are in seconds since the epoch. The minute of the last use is the bucket's minute.
 
-Positional for speed: the request path counts ten thousand a second, and they are written as they are.
+Positional for speed: the request path counts ten thousand uses a second, and stores the tuples without conversion.
 """
 
 
@@ -134,7 +134,7 @@ class UsageLog(BackgroundThread):
     )
     _counts: dict[Use, Uses] = field(default_factory=dict)
     _secrets_used: set[str] = field(default_factory=set)
-    _sources: list[Callable[[], Collection[Uses]]] = field(default_factory=list)
+    _counters: list[Callable[[], Collection[Uses]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _flushing: threading.Lock = field(default_factory=threading.Lock)
     _reports: int = 0
@@ -176,13 +176,13 @@ class UsageLog(BackgroundThread):
         with self._lock:
             self._secrets_used.add(token_id)
 
-    def add_source(self, take: Callable[[], Collection[Uses]]) -> None:
+    def add_counter(self, take: Callable[[], Collection[Uses]]) -> None:
         """Register a callable that returns, and releases, what it counted since its last call.
 
         `take` runs before each report. It must return every use with a time before the call, because the watermark
         covers them.
         """
-        self._sources.append(take)
+        self._counters.append(take)
 
     def _prepare(self) -> None:
         with self._lock:
@@ -216,7 +216,7 @@ class UsageLog(BackgroundThread):
         """Reset in a forked child, which is a reporter of its own. The parent writes its own pending counts."""
         if self._file is not None:
             self._file.forget()
-        self.__init__(self.now, self.sink, _sources=self._sources)  # type: ignore[misc]  # a dataclass's own, with its fields
+        self.__init__(self.now, self.sink, _counters=self._counters)  # type: ignore[misc]  # a dataclass's own, with its fields
 
     def flush(self, *, is_final: bool = False) -> None:
         """Write the counts and the watermark in one transaction. A failed flush keeps the counts.
@@ -246,7 +246,7 @@ class UsageLog(BackgroundThread):
             used, self._secrets_used = self._secrets_used, set()
         counted: list[Collection[Uses]] = [noted.values()]
         try:
-            for take in self._sources:
+            for take in self._counters:
                 counted.append(take())  # noqa: PERF401  earlier sources' counts are kept when a later source raises
         except Exception:
             self._keep(Report(self.reporter_id, 0, through, is_final, counted, used, mark))
@@ -268,7 +268,10 @@ class UsageLog(BackgroundThread):
             self.sink.register(self.reporter_id, report.through, self._reports)
 
     def _keep(self, report: "Report") -> None:
-        """Put counts back for the next flush. The lock, which the request path needs, covers only the newest counts."""
+        """Put counts back for the next flush.
+
+        Holds the lock, which the request path needs, only while it adds the newest counts.
+        """
         kept: dict[Use, Uses] = {}
         for portion in _in_portions(chain.from_iterable(report.counted)):
             for row in portion:
@@ -777,7 +780,7 @@ def note_lost(now: datetime) -> None:
     """Mark reporters as lost whose watermark is too old or in the future. The engine calls this on each run.
 
     A dead reporter must not block silence forever, and one with a fast clock must not cover time that has not passed. A
-    live reporter clears the mark with its next report; it has kept its counts.
+    live reporter clears the mark with its next report, which has all its counts.
     """
     is_clock_off = Q(flushed_through_at__lt=now - LOST_AFTER) | Q(flushed_through_at__gt=now + LOST_AFTER)
     lost = live_reporters().filter(is_clock_off)

@@ -87,7 +87,7 @@ class SourceUse:
 
     `first_at`: when its first minute of allowed use began; `last_at`: its last allowed use; None: it had none.
     `denied_at`: the last time when it was denied. `longest_gap_seconds`: between two uses; None: it was seen only
-    once, so that no gap is known. `moved_at`: its last allowed use of the key that stays in a rotation, if any.
+    once, so that no gap is known. `moved_at`: its last allowed use of the key that the rotation keeps.
     """
 
     name: str
@@ -152,7 +152,7 @@ def list_users(key_id: str) -> list[JsonValue]:
 
 
 MAX_READ = 200
-"""Maximum contexts of a key and an outcome whose use is listed: half of them the oldest, half of them the newest rows.
+"""Maximum contexts that are listed of a key and an outcome: the oldest half and the newest half.
 
 A holder of the key can add any number of contexts. They must not hide older ones or those of another outcome. The
 rollup into days adds rows, too. The retention limits the buckets of each context.

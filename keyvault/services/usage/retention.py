@@ -3,8 +3,8 @@
 Each batch is one transaction and moves counts from finer buckets to coarser ones, so that no use is counted twice or
 lost. A batch that was killed is repeated. Concurrent workers take different rows.
 
-To prevent deadlocks, a batch never waits for a bucket or a source that a reporter may hold, and it locks contexts in
-the order of the reporters. Hours of exact addresses need no lock of their contexts, which stay the same.
+A batch skips buckets and sources that a reporter has locked, and locks contexts in the same order as reporters: both
+prevent deadlocks. Hours of exact addresses need no lock of their contexts, which stay the same.
 """
 
 import time

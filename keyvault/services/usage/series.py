@@ -119,8 +119,9 @@ def read_traffic(
 def _read_buckets(
     charted: Collection[int], period: tuple[datetime, datetime], listed: Collection[int]
 ) -> Iterable[tuple[Any, ...]]:
-    """Return the context, minute, number of uses, first and last use: of each minute of the charted contexts in the
-    period, and, without a minute, of each listed context in total.
+    """Return rows of context, minute, number of uses, first use and last use.
+
+    One row for each minute of a charted context in the period. One for each listed context, in total, with minute None.
     """
     uses = {"total": Sum("count"), "first": Min("first_at"), "last": Max("last_at")}
     buckets = UseBucket.objects.order_by()

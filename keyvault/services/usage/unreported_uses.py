@@ -54,7 +54,7 @@ _decoder: Final = msgspec.json.Decoder(list[Entry])
 
 
 class UnreportedUses:
-    """The file of one reporter. It is locked as long as its process lives. Raises OSError if it cannot be created.
+    """The file of one reporter, locked while its process lives. Raises OSError if it cannot be created.
 
     An entry covers all uses of one bucket in one minute and one report. A successor learns who used the key and when
     first, but not how often. Threads may share an instance.
@@ -137,7 +137,7 @@ class UnreportedUses:
     def confirm(self) -> None:
         """Drop the entries of the report that was sent, and reuse their place.
 
-        An entry that the full file had no room for is in no later report, once that report covers it.
+        The file is complete again if all entries that did not fit are older than that report.
         """
         with self._lock:
             start = self._words[_CONFIRMED] = self._words[_TAKEN]

@@ -1,4 +1,4 @@
-"""Comparison of this host's clock with the database's, before acts that a wrong clock would make irreversible.
+"""Comparison of this host's clock with the database's, before actions that a wrong clock would make irreversible.
 
 With SQLite the database has this host's clock, so there is nothing to compare.
 """

@@ -15,16 +15,16 @@ from keyvault.services.secrets.stored_copies import find_stored
 from rotation.domain.events import RotationState
 from rotation.domain.states import CLOSED
 from rotation.management.demo.context import DemoContext, DemoError
-from rotation.management.demo.fleet import Backend, Fleet
+from rotation.management.demo.fleet import Fleet, MerchantServer
 from rotation.management.demo.issuing import Issued
 from rotation.management.demo.operators import MERCHANT
 from rotation.management.demo.tally import failures_while_good
 
 RATE = 50.0
-BACKENDS = (
-    Backend("storefront", "198.51.100.10", lag_seconds=0.0),
-    Backend("checkout", "198.51.100.11", lag_seconds=1.0),
-    Backend("billing", "198.51.100.20", lag_seconds=3.0),
+SERVERS = (
+    MerchantServer("storefront", "198.51.100.10", lag_seconds=0.0),
+    MerchantServer("checkout", "198.51.100.11", lag_seconds=1.0),
+    MerchantServer("billing", "198.51.100.20", lag_seconds=3.0),
 )
 PLAN = {"proof-count": 40, "proof-sources": 2, "quiet-seconds": 3, "quarantine-seconds": 2}
 WARM_UP_REQUESTS = 60
@@ -56,15 +56,15 @@ def plan_options(plan: Mapping[str, int]) -> Iterator[str]:
 
 def merchant_fleet(context: DemoContext, issued: Issued) -> Fleet:
     """Return the merchant's fleet; entering it starts the traffic."""
-    return Fleet(BACKENDS, context.connect, lambda: find_stored(issued.credential), RATE)
+    return Fleet(SERVERS, context.connect, lambda: find_stored(issued.credential), RATE)
 
 
 def watch_traffic(context: DemoContext, fleet: Fleet) -> None:
     report = context.report
     report.section("The merchant at work")
-    for backend in BACKENDS:
-        when = f"{backend.lag_seconds:.0f} s after it sees it" if backend.lag_seconds else "as soon as it sees it"
-        report.step(f"{backend.name} ({backend.client_ip}) presents the key; it switches to a new one {when}")
+    for server in SERVERS:
+        when = f"{server.lag_seconds:.0f} s after it sees it" if server.lag_seconds else "as soon as it sees it"
+        report.step(f"{server.name} ({server.client_ip}) presents the key; it switches to a new one {when}")
     context.until(
         "the first requests",
         lambda: len(fleet.requests) if len(fleet.requests) >= WARM_UP_REQUESTS else None,
@@ -108,7 +108,7 @@ def rotate_under_traffic(context: DemoContext, fleet: Fleet, issued: Issued) -> 
 
 
 def _follow(context: DemoContext, fleet: Fleet, issued: Issued, rotation_id: str) -> list[RotationEntry]:
-    """Report each transition and the backends still on the old key, until the rotation is closed."""
+    """Report each transition and the servers still on the old key, until the rotation is closed."""
     report, reported = context.report, 0
     using = fleet.using()
     entries: list[RotationEntry] = []

@@ -42,7 +42,7 @@ def failures_while_good(requests: Sequence[Request]) -> list[str]:
 
 
 def count(requests: Sequence[Request], revocation: Revocation) -> RequestTally:
-    """Count the whole traffic, which ends after the revocation of the key that all backends used by then."""
+    """Count the whole traffic, which ends after the revocation of the key that all servers used by then."""
     before = [request for request in requests if request.answered_at < revocation.asked_at]
     after = [request for request in requests if request.answered_at >= revocation.asked_at]
     refused = [request for request in after if request.code == REVOKED and request.key_id == revocation.key_id]
@@ -66,4 +66,4 @@ def _failures_after(requests: Sequence[Request], revocation: Revocation) -> Iter
 
 
 def _who(request: Request) -> str:
-    return f"{request.backend} with key {request.key_id}"
+    return f"{request.server} with key {request.key_id}"

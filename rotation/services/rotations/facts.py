@@ -118,8 +118,8 @@ def list_waived(rotation: Rotation, key: Key) -> set[str]:
 def find_gap(use: SourceUse, environment: Environment, delivered_at: datetime | None) -> int | None:
     """Return the gap by which a source's silence is measured, in seconds; None: it was seen only once.
 
-    A gap that is open when the other key is delivered counts at its length then. The sandbox does not measure by
-    gaps. The gap of OTHERS is unknown.
+    A gap still open at the delivery of the other key counts with its length at that time. The sandbox does not measure
+    by gaps. The gap of OTHERS is unknown.
     """
     if use.name == OTHERS:
         return None

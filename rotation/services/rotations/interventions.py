@@ -452,13 +452,13 @@ def acknowledge(grant: Grant, rotation: Rotation) -> None:
         wake_rotation(rotation, grant.at)
 
 
-def may_collect(rotation: Rotation, person: str, acts: Iterable[BreakGlass] | None = None) -> bool:
+def may_collect(rotation: Rotation, person: str, actions: Iterable[BreakGlass] | None = None) -> bool:
     """Whether the person may collect the replacement: anyone who neither approved, bypassed nor reviewed its approval.
 
     An operator who requested it and bypassed the approval may, too. A scheduled rotation's requester is the author of
     the schedule, who may be absent when the key can be collected.
 
-    `acts`: includes those of `list_approval_acts`; None: they are read.
+    `actions`: includes those of `list_approval_actions`; None: they are read.
     """
     if rotation.requested_via_id is None and person == rotation.requester_person:
         return True
@@ -466,20 +466,20 @@ def may_collect(rotation: Rotation, person: str, acts: Iterable[BreakGlass] | No
         return False
     subjects = _list_approved(rotation)
     return not any(
-        is_reviewed_by(act, person) or (act.event == BYPASSED and act.person == person)
-        for act in (list_approval_acts(rotation) if acts is None else acts)
-        if act.subject in subjects
+        is_reviewed_by(action, person) or (action.event == BYPASSED and action.person == person)
+        for action in (list_approval_actions(rotation) if actions is None else actions)
+        if action.subject in subjects
     )
 
 
 def list_collectable(rotations: Sequence[Rotation], person: str) -> list[Rotation]:
     """Return the rotations for which `may_collect` holds, with two queries however many there are."""
     prefetch_related_objects(rotations, "approvals")
-    acts = list_actions({subject for rotation in rotations for subject in _list_approved(rotation)})
-    return [rotation for rotation in rotations if may_collect(rotation, person, acts)]
+    actions = list_actions({subject for rotation in rotations for subject in _list_approved(rotation)})
+    return [rotation for rotation in rotations if may_collect(rotation, person, actions)]
 
 
-def list_approval_acts(rotation: Rotation) -> list[BreakGlass]:
+def list_approval_actions(rotation: Rotation) -> list[BreakGlass]:
     """List the break-glass actions on the approval of the rotation, the oldest first."""
     return list_actions(_list_approved(rotation))
 

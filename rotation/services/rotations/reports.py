@@ -12,8 +12,9 @@ from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Credential, Key
 from keyvault.services.usage.reports import MAX_USERS, has_more_users, list_users
 from rotation.domain.events import RotationState
+from rotation.domain.pacing import FAILED
 from rotation.domain.silence import AwaitedSource, SourceFacts
-from rotation.domain.states import CLOSED, Move, Wait, list_awaited_sources, next_step
+from rotation.domain.states import ABANDONED, CLOSED, Move, Wait, list_awaited_sources, next_step
 from rotation.models import Rotation
 from rotation.services.rotations.facts import gather_facts
 
@@ -132,13 +133,13 @@ def get_rotation(rotation_id: str) -> Rotation:
 
 def find_introduction(key_id: str) -> Rotation | None:
     """Find the rotation whose replacement this key is, unless it was abandoned; an acknowledgement applies to it."""
-    return _find(Q(replacement_id=key_id) & ~Q(state__in=[S.CANCELLED, S.REJECTED, S.EXPIRED, S.ROLLED_BACK]))
+    return _find(Q(replacement_id=key_id) & ~Q(state__in=sorted(ABANDONED)))
 
 
 def find_sealed(key_id: str) -> Rotation | None:
     """Find the open rotation of this predecessor that has delivered a handover, which is not acknowledged."""
     is_delivered = Q(delivered_at__isnull=False, handover__isnull=False, acknowledged_at=None)
-    is_ending = Q(state__in=[*CLOSED, S.ROLLING_BACK]) | Q(state=S.STALLED, stalled_from=S.ROLLING_BACK)
+    is_ending = Q(state__in=sorted(CLOSED | FAILED)) | Q(state=S.STALLED, stalled_from__in=sorted(FAILED))
     return _find(Q(predecessor_id=key_id) & is_delivered & ~is_ending)
 
 

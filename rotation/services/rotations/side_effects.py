@@ -29,7 +29,7 @@ from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import DEAD_STATES, KeyKind
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.plaintext import Plaintext
-from keyvault.domain.recipients import seal_to
+from keyvault.domain.recipient_keys import seal_to
 from keyvault.models import Key
 from keyvault.services.keys.lifecycle import activate_key, discard_key, get_key, note_stored, stage_key
 from keyvault.services.keys.recipient_keys import find_recipient
@@ -277,7 +277,7 @@ class Effects:
                 predecessor, text, purpose=rotation.rotation_id, after=version, again=True, fence=self._fence
             )
         if version != predecessor.backend_version:
-            # The older copy is destroyed before its version number is overwritten.
+            # Destroy the older copy first: the row is about to name the new version only.
             forget_string(predecessor, fence=self._fence)
             self._note(grant, rotation, predecessor, version)
         return f"the predecessor is version {version}"

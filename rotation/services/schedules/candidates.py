@@ -16,7 +16,7 @@ from keyvault.models.union_parts import limit_part
 from rotation.domain.cryptoperiods import NextDate, Terms, next_date
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides
-from rotation.domain.states import CLOSED
+from rotation.domain.states import ABANDONED, CLOSED
 from rotation.domain.windows import coming_blackouts
 from rotation.models import Rotation, RotationSchedule, ScheduledCredential
 from rotation.services.schedules.schedules import (
@@ -40,7 +40,8 @@ MAX_LISTED = 250
 DatePosition = tuple[datetime, str]
 """When the rotation of a listed credential is requested, and the credential's id."""
 
-_ENDED = (S.REJECTED, S.CANCELLED, S.ROLLED_BACK)
+_DELAYING = sorted(ABANDONED - {S.EXPIRED})
+"""States of an ended rotation that delay the next scheduled one by `RETRY_DELAY`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,7 @@ def find_rotations(credential_ids: Collection[str]) -> KnownRotations:
     Only predecessors that are still active have an end.
     """
     rows = Rotation.objects.filter(credential__in=credential_ids)
-    ended = rows.filter(schedule__isnull=False, state__in=_ENDED, predecessor__state=KeyState.ACTIVE)
+    ended = rows.filter(schedule__isnull=False, state__in=_DELAYING, predecessor__state=KeyState.ACTIVE)
     columns = ("credential_id", "rotation_id", "state", "plan__not_before", "predecessor_id", "closed_at")
     open_now, ended_at = dict[str, OpenRotation](), dict[str | None, datetime]()
     found = rows.exclude(state__in=CLOSED).values_list(*columns).union(ended.values_list(*columns), all=True)

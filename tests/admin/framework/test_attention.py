@@ -69,15 +69,15 @@ def test_alarms_of_one_kind_are_one_line_that_leads_to_the_list() -> None:
 
 @pytest.mark.database
 @pytest.mark.usefixtures("db")
-def test_rows_of_several_walks_are_found_once_and_shown_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_several_selections_are_found_once_and_shown_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: the page reads the first rows only, whatever selection found them, and counts all."""
     desk = set_up_desk()
     made = [request_key(desk.production, label=f"label-{number}", by=desk.tam).pk for number in range(4)]
     request: Any = RequestFactory().get("/admin/")
     request.console_operator, request.session = desk.approver, {}
     rows, model_admin = IssuanceRequest.objects.order_by("created_at"), admin.site._registry[IssuanceRequest]
-    walks = [rows.filter(pk__in=made[2:]), rows.filter(pk__in=made[:3])]
-    item = Attention(cast(ConsoleModelAdmin, model_admin), "Keys", rows, "", walks=walks)
+    selections = [rows.filter(pk__in=made[2:]), rows.filter(pk__in=made[:3])]
+    item = Attention(cast(ConsoleModelAdmin, model_admin), "Keys", rows, "", selections=selections)
     monkeypatch.setattr("keyvault.admin.framework.attention.MAX_LINES", 2)
     ((_, ids),), _ = select_rows(request, [item]).find()
     assert sorted(ids) == sorted(made)

@@ -12,7 +12,7 @@ import pytest
 from keyvault_client import AsyncMerchantClient, MerchantClient, merchant
 from keyvault_client.effects import HttpReply, SendRequest
 from keyvault_client.local import LocalVerifier, memory, reader
-from keyvault_client.local.memory import Miss, clock
+from keyvault_client.local.memory import LocalMiss, clock
 from keyvault_client.transport import SyncRunner
 from keyvault_client.verifier import ServiceAddress
 
@@ -179,6 +179,6 @@ def test_expired_key_is_not_authorized_on_a_host_whose_clock_is_behind(served: t
         assert service.receipt.wait(60)
         found = verifier._logic.memory.decide(question())
         # A miss with a lease lacks tokens only.
-        assert isinstance(found, Miss)
+        assert isinstance(found, LocalMiss)
         assert found.lease is None
         assert verifier.verify(question()).code == "key_expired"

@@ -225,7 +225,7 @@ def test_engine_that_cannot_read_its_hosts_changes_clears_its_cache_and_reads_th
         "the answer must come from the cache for this test to prove anything"
     )
     before = primed.from_memory
-    host.words[0], host.is_out = 1, True
+    host.memory[0], host.is_out = 1, True
     for _ in range(2):
         assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_not_active")
         (found,) = json.loads(primed.ask(stage.token, {"requests": [stage.asked]}, BATCH).body)["decisions"]
@@ -245,7 +245,7 @@ class Unreadable(Still):
     def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]:
         if self.is_out:
             raise OSError("too many open files")
-        return self.words[0], []
+        return self.memory[0], []
 
 
 class Revoking(Still):
@@ -256,7 +256,7 @@ class Revoking(Still):
         self.key_id = key_id
 
     def since(self, seen: int) -> tuple[int, Iterable[Subject] | None]:
-        return self.words[0], [("key", self.key_id)]
+        return self.memory[0], [("key", self.key_id)]
 
 
 def test_engine_key_revoked_on_its_host_is_refused_at_the_next_request(stage: Stage) -> None:
@@ -268,7 +268,7 @@ def test_engine_key_revoked_on_its_host_is_refused_at_the_next_request(stage: St
     assert decision(primed.ask(stage.token, stage.asked)) == ALLOWED, (
         "the answer must come from the cache for this test to prove anything"
     )
-    host.words[0] = 1
+    host.memory[0] = 1
     assert decision(primed.ask(stage.token, stage.asked)) == (401, "key_revoked")
     (found,) = json.loads(primed.ask(stage.token, {"requests": [stage.asked]}, BATCH).body)["decisions"]
     assert found["code"] == "key_revoked"

@@ -1,6 +1,8 @@
 """Rotations on the console's overview."""
 
 from datetime import timedelta
+from itertools import count
+from typing import Any
 
 import pytest
 from django.db.models import QuerySet
@@ -10,6 +12,7 @@ from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Key
+from rotation.admin import overview
 from rotation.domain.events import RotationState as S
 from rotation.services.schedules import overdue
 from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_schedule
@@ -22,6 +25,7 @@ from .test_full_pages import make_full_rotation, put_in
 pytestmark = pytest.mark.database
 
 WAITS = [
+    (S.EMERGENCY, None, "the emergency replacement"),
     (S.STAGED, None, "every verifier to accept the replacement"),
     (S.PUBLISHING, None, "the merchant&#x27;s webhook endpoint"),
     (S.AWAITING_PROOF, None, "use of the replacement"),
@@ -41,8 +45,26 @@ def test_overview_says_what_each_rotation_waits_for() -> None:
         put_in(row, state, stalled_from)
         table = text_of(client.get("/admin/")).partition("Waiting for</th>")[2].partition("</table>")[0]
         shown[state] = (expected in table, "deadline in " in table)
+    assert set(shown) == set(overview._SHOWN_STATES)
     without_deadline = {S.REVOKING, S.STALLED}
     assert shown == {state: (True, state not in without_deadline) for state, _, _ in WAITS}
+
+
+@pytest.mark.usefixtures("db")
+def test_overview_omits_a_rotation_that_ends_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = make_full_rotation(set_up_desk(), KeyKind.PRIVATE)
+    put_in(row, S.OVERLAP)
+    select_rows, reads = overview._rows_shown, count(1)
+
+    def end_before_the_second_read(*given: Any) -> QuerySet[Any]:
+        if next(reads) == 2:
+            put_in(row, S.COMPLETED)
+        return select_rows(*given)
+
+    monkeypatch.setattr(overview, "_rows_shown", end_before_the_second_read)
+    page = text_of(browser(make_operator("viewer", *Role)).get("/admin/"))
+    assert next(reads) == 3
+    assert "No rotation is in progress." in page
 
 
 @pytest.mark.usefixtures("db")

@@ -11,8 +11,10 @@ import pytest
 
 from keyvault.domain.keys import KeyKind
 from rotation.domain.events import OPEN, RotationState
+from rotation.domain.pacing import FAILED
 from rotation.domain.policy import Plan
 from rotation.domain.states import (
+    ABANDONED,
     CLOSED,
     TRANSITIONS,
     KeyFacts,
@@ -62,6 +64,8 @@ def test_states_are_the_documented_ones() -> None:
     ]
     assert set(S) == {*WAY, *SIDE} == set(TRANSITIONS)
     assert {S.COMPLETED, S.ROLLED_BACK, S.REJECTED, S.EXPIRED, S.CANCELLED} == CLOSED
+    assert {S.ROLLED_BACK, S.REJECTED, S.EXPIRED, S.CANCELLED} == ABANDONED
+    assert ABANDONED | {S.ROLLING_BACK} == FAILED
 
 
 def test_state_groups_follow_the_forward_path() -> None:

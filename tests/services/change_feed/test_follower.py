@@ -514,12 +514,12 @@ def test_follower_whose_generation_file_cannot_be_opened_confirms_nothing(
 def test_follower_recreates_a_deleted_generation_file(recorded: RecordedFollower) -> None:
     """The next poll restores the file that the host's processes share."""
     path = settings.DATA_DIR / "generation"
-    words = changes.generation().words
-    seen = words[0]
+    memory = changes.generation().memory
+    seen = memory[0]
     path.unlink()
     recorded.follower.poll_once()
     assert path.exists()
-    assert words[0] != seen
+    assert memory[0] != seen
 
 
 @pytest.mark.django_db(transaction=True)

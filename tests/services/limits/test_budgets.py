@@ -16,7 +16,7 @@ from keyvault.services.limits import limiter as limits
 from keyvault.services.limits.budgets import LeasedBudgets, LimitBudgets, LocalBudgets, StrictBudgets, budgets
 from keyvault.services.limits.limiter import Limiter, account_buckets, failed_proofs, limiter
 from keyvault.services.limits.stores import LimitStoreLostError, LocalStore, RedisStore, StoreReply
-from keyvault.services.limits.token_leases import Leases
+from keyvault.services.limits.token_leases import TokenLeases
 from tests.servers.throwaway import free_port
 from tests.services.racing import TIMEOUT_SECONDS, race
 
@@ -36,7 +36,7 @@ def make_budgets(redis_url: str, *, is_strict: bool = False, life_us: int = NO_E
     """Make the budgets of one process, with its own connections and leases."""
     store = RedisStore(redis_url, timeout_seconds=TIMEOUT_SECONDS)
     shared = Limiter(store, LocalStore(), 25)
-    return StrictBudgets(shared) if is_strict else LeasedBudgets(shared, store, Leases(life_us=life_us))
+    return StrictBudgets(shared) if is_strict else LeasedBudgets(shared, store, TokenLeases(life_us=life_us))
 
 
 def spend_one(limit_budgets: LimitBudgets, buckets: Sequence[Bucket]) -> bool:
@@ -236,7 +236,7 @@ def test_budgets_without_redis_spend_a_share_and_retry_once_a_second(
 def test_leased_budgets_without_redis_spend_their_lease(redis_url: str) -> None:
     """Also for an endpoint that refuses on loss, because a leased token needs no check."""
     store = FlakyRedisStore(redis_url)
-    limit_budgets = LeasedBudgets(Limiter(store, LocalStore(), 25), store, Leases(life_us=NO_EXPIRY_US))
+    limit_budgets = LeasedBudgets(Limiter(store, LocalStore(), 25), store, TokenLeases(life_us=NO_EXPIRY_US))
     for _ in range(1 + 2 + 1):
         spend_one(limit_budgets, ACCOUNT_ONLY)
     store.is_available = False

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from keyvault.access.limits import MAX_SECONDS, Bucket, BucketState, Limit, Spend, spend, spend_each
 from keyvault.services.limits.stores import StoreReply
-from keyvault.services.limits.token_leases import LIFE_US, SHARE, LeaseRequest, Leases
+from keyvault.services.limits.token_leases import LIFE_US, SHARE, TokenLeaseRequest, TokenLeases
 
 SECOND_US = 1_000_000
 A_DAY = MAX_SECONDS
@@ -46,19 +46,19 @@ class SharedStore:
     def would_allow(self, one: Bucket, cost: int) -> bool:
         return spend([self.states.get(one.key)], [one], cost, self.now_us + AHEAD_US)[0].allowed
 
-    def leases(self) -> Leases:
-        return Leases(lambda: self.now_us)
+    def leases(self) -> TokenLeases:
+        return TokenLeases(lambda: self.now_us)
 
 
-def spend_now(shared: SharedStore, leases: Leases, request: Request, cost: int) -> Spend:
+def spend_now(shared: SharedStore, leases: TokenLeases, request: Request, cost: int) -> Spend:
     """Spend with a store that replies immediately."""
     step = leases.plan(request, cost)
-    while isinstance(step, LeaseRequest):
+    while isinstance(step, TokenLeaseRequest):
         step = leases.settle(step, shared.spend_each(step.buckets, step.costs))
     return step
 
 
-def drain(shared: SharedStore, leases: Leases, request: Request) -> int:
+def drain(shared: SharedStore, leases: TokenLeases, request: Request) -> int:
     return next(number for number in range(10_000) if not spend_now(shared, leases, request, 1).allowed)
 
 
@@ -66,8 +66,8 @@ def drain(shared: SharedStore, leases: Leases, request: Request) -> int:
 class InFlight:
     """A lease request in flight, with its reply once the store has handled it."""
 
-    leases: Leases
-    lease_request: LeaseRequest
+    leases: TokenLeases
+    lease_request: TokenLeaseRequest
     reply: StoreReply | None = None
     paid_us: int = 0
 
@@ -111,7 +111,7 @@ class Traffic:
         else:
             self.in_flight.remove(one)
             step = one.leases.settle(one.lease_request, one.reply)
-            if isinstance(step, LeaseRequest):
+            if isinstance(step, TokenLeaseRequest):
                 self.in_flight.append(InFlight(one.leases, step))
             elif step.allowed:
                 self._admit([part.bucket for part in one.lease_request.parts], one.lease_request.cost, one.paid_us)
@@ -230,7 +230,7 @@ def test_leases_lose_fewer_tokens_than_are_spent(limit: Limit, schedule: list[tu
         shared.now_us += gap_us
         for _ in range(requests):
             step = processes[process].plan((one,), 1)
-            while isinstance(step, LeaseRequest):
+            while isinstance(step, TokenLeaseRequest):
                 reply = shared.spend_each(step.buckets, step.costs)
                 paid += sum(step.costs) if reply.spend.allowed else 0
                 step = processes[process].settle(step, reply)
@@ -244,7 +244,7 @@ def test_leases_under_load_double_up_to_a_twentieth_of_the_remainder() -> None:
     costs: list[int] = []
     while len(costs) < 9:
         step = leases.plan((one,), 1)
-        if isinstance(step, LeaseRequest):
+        if isinstance(step, TokenLeaseRequest):
             costs += step.costs
             leases.settle(step, shared.spend_each(step.buckets, step.costs))
     assert costs == [1, 2, 4, 8, 16, 32, 46, 44, 42]
@@ -293,7 +293,7 @@ def test_leases_after_a_pause_start_with_the_recent_use(pause_us: int, size: int
         spend_now(shared, leases, (one,), 1)
     shared.now_us += pause_us
     step = leases.plan((one,), 1)
-    assert isinstance(step, LeaseRequest)
+    assert isinstance(step, TokenLeaseRequest)
     assert step.costs == [size]
 
 
@@ -304,7 +304,7 @@ def test_leases_after_a_mostly_unused_one_shrink_to_its_use() -> None:
         spend_now(shared, leases, (one,), 1)
     shared.now_us += LIFE_US
     step = leases.plan((one,), 1)
-    assert isinstance(step, LeaseRequest)
+    assert isinstance(step, TokenLeaseRequest)
     assert step.costs == [2]
 
 
@@ -325,7 +325,7 @@ def test_leases_whose_reply_is_late_have_expired() -> None:
     for _ in range(1 + 2):
         spend_now(shared, leases, (one,), 1)
     step = leases.plan((one,), 1)
-    assert isinstance(step, LeaseRequest)
+    assert isinstance(step, TokenLeaseRequest)
     assert step.costs == [4]
     reply = shared.spend_each(step.buckets, step.costs)
     shared.now_us += LIFE_US
@@ -340,7 +340,7 @@ def test_leases_refused_by_a_late_reply_wait_from_the_store_s_time() -> None:
     assert shared.spend_each([one], [10]).spend.allowed
     leases = shared.leases()
     step = leases.plan((one,), 1)
-    assert isinstance(step, LeaseRequest)
+    assert isinstance(step, TokenLeaseRequest)
     reply = shared.spend_each(step.buckets, step.costs)
     shared.now_us += 60_000
     refused = leases.settle(step, reply)
@@ -360,8 +360,8 @@ def test_leases_held_by_a_request_refused_after_their_expiry_are_lost(is_next_th
     assert shared.spend_each([endpoint], [8]).spend.allowed
     shared.now_us += 1
     held, following = leases.plan((account, endpoint), 1), leases.plan((account,), 1)
-    assert isinstance(held, LeaseRequest)
-    assert isinstance(following, LeaseRequest)
+    assert isinstance(held, TokenLeaseRequest)
+    assert isinstance(following, TokenLeaseRequest)
     assert following.costs == [8]
     if is_next_there:
         leases.settle(following, shared.spend_each(following.buckets, following.costs))
@@ -375,7 +375,7 @@ def test_leases_for_a_cost_above_the_lease_request_exactly_the_cost() -> None:
     leases = shared.leases()
     spend_now(shared, leases, (one,), 1)
     step = leases.plan((one,), 30)
-    assert isinstance(step, LeaseRequest)
+    assert isinstance(step, TokenLeaseRequest)
     assert step.costs == [30]
 
 
@@ -385,7 +385,7 @@ def test_leases_requested_concurrently_are_one() -> None:
     leases = shared.leases()
     spend_now(shared, leases, (one,), 1)
     steps = [leases.plan((one,), 1) for _ in range(5)]
-    assert [step.costs for step in steps if isinstance(step, LeaseRequest)] == [[2], [1], [1], [1], [1]]
+    assert [step.costs for step in steps if isinstance(step, TokenLeaseRequest)] == [[2], [1], [1], [1], [1]]
 
 
 def test_leases_that_a_bucket_cannot_pay_become_a_single_spend() -> None:
@@ -396,11 +396,11 @@ def test_leases_that_a_bucket_cannot_pay_become_a_single_spend() -> None:
         spend_now(shared, leases, (one,), 1)
     assert shared.spend_each([one], [96]).spend.allowed
     step = leases.plan((one,), 1)
-    assert isinstance(step, LeaseRequest)
+    assert isinstance(step, TokenLeaseRequest)
     assert step.costs == [4]
     assert spend_now(shared, leases, (one,), 1).allowed
     again = leases.settle(step, shared.spend_each(step.buckets, step.costs))
-    assert isinstance(again, LeaseRequest)
+    assert isinstance(again, TokenLeaseRequest)
     assert again.costs == [1]
     assert not spend_now(shared, leases, (one,), 1).allowed
 
@@ -458,7 +458,7 @@ def test_leases_after_a_lost_reply_are_requested_again() -> None:
     spend_now(shared, leases, (one,), 1)
     for _ in range(2):
         step = leases.plan((one,), 1)
-        assert isinstance(step, LeaseRequest)
+        assert isinstance(step, TokenLeaseRequest)
         assert step.costs == [2]
         shared.spend_each(step.buckets, step.costs)
         leases.abandon(step)
@@ -478,7 +478,7 @@ def test_leases_for_an_invalid_cost_raise_value_error(cost: int) -> None:
 
 def test_leases_of_many_buckets_use_bounded_memory() -> None:
     shared = SharedStore()
-    leases = Leases(lambda: shared.now_us, capacity=100)
+    leases = TokenLeases(lambda: shared.now_us, capacity=100)
     sizes = []
     for number in range(1_000):
         spend_now(shared, leases, (bucket(Limit(100, 60), f"{number}"),), 1)

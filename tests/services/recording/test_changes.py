@@ -63,10 +63,10 @@ def test_service_notifies_the_host_of_its_change_rows(
 ) -> None:
     """The commit announces on this host what the feed contains; nothing is announced before."""
     action = ACTIONS[name].prepare(scene)
-    before, seen = last_ids(), shared.words[0]
+    before, seen = last_ids(), shared.memory[0]
     with django_capture_on_commit_callbacks(execute=True):
         action()
-        assert shared.words[0] == seen
+        assert shared.memory[0] == seen
     _, changes = written_since(before)
     assert changes
     announced = shared.since(seen)[1]
@@ -78,11 +78,11 @@ def test_service_notifies_the_host_of_its_change_rows(
 def test_service_that_is_rolled_back_notifies_nobody(scene: Scene, shared: HostGeneration) -> None:
     """Inside a caller's transaction nothing is announced until that commits."""
     key, _ = issue(scene.sandbox)
-    seen = shared.words[0]
+    seen = shared.memory[0]
     with transaction.atomic():
         lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), key)
         transaction.set_rollback(True)
-    assert shared.words[0] == seen
+    assert shared.memory[0] == seen
     assert Key.objects.get().state == "active"
 
 
@@ -120,9 +120,9 @@ def test_service_has_notified_the_host_when_it_returns(
 ) -> None:
     """After a revocation returned, no process of the host allows the key: the generation was raised before."""
     action = prepare(busy)
-    before, seen = last_ids(), shared.words[0]
+    before, seen = last_ids(), shared.memory[0]
     action()
-    generation = shared.words[0]
+    generation = shared.memory[0]
     assert generation != seen
     _, changes = written_since(before)
     assert shared.since(seen) == (generation, unique(changes))
@@ -144,15 +144,15 @@ def test_service_revocation_repeated_notifies_the_host_again(
 ) -> None:
     """The first process may have been killed between commit and notification."""
     action = ACTIONS[name].prepare(busy)
-    before, seen = last_ids(), shared.words[0]
+    before, seen = last_ids(), shared.memory[0]
     with monkeypatch.context() as killed:
         killed.setattr(feed, "notify_host", lambda subjects: None)
         action()
     _, changes = written_since(before)
-    assert (len(changes), shared.words[0]) == (1, seen)
+    assert (len(changes), shared.memory[0]) == (1, seen)
     with suppress(StateConflictError):
         action()
-    assert shared.since(seen) == (shared.words[0], changes)
+    assert shared.since(seen) == (shared.memory[0], changes)
 
 
 def test_service_revocation_repeated_notifies_only_shortly_after_the_first(
@@ -165,10 +165,10 @@ def test_service_revocation_repeated_notifies_only_shortly_after_the_first(
         killed.setattr(feed, "notify_host", lambda subjects: None)
         lifecycle.report_compromise(grant(busy.responder, P.KEYS_REPORT_COMPROMISE, busy.sandbox), issued)
     for later, announced in ((timedelta(0), [issued.alters()]), (timedelta(minutes=2), [])):
-        seen = shared.words[0]
+        seen = shared.memory[0]
         allowed = grant(holder_of(issued), P.KEYS_REVOKE_SELF, busy.sandbox, at=now() + later)
         lifecycle.revoke_own_key(allowed, seen_before)
-        assert shared.since(seen) == (shared.words[0], announced)
+        assert shared.since(seen) == (shared.memory[0], announced)
 
 
 def test_service_on_a_host_without_a_writable_generation_succeeds_and_logs(
@@ -194,10 +194,10 @@ def test_service_that_is_refused_notifies_nobody(busy: Scene, shared: HostGenera
     allowed = grant(busy.admin, P.KEYS_SUSPEND, busy.sandbox)
     stale = Key.objects.get(pk=key.pk)
     lifecycle.suspend_key(allowed, key)
-    seen = shared.words[0]
+    seen = shared.memory[0]
     with pytest.raises(StateConflictError):
         lifecycle.suspend_key(allowed, stale)
-    assert shared.words[0] == seen
+    assert shared.memory[0] == seen
 
 
 # -------------------------------------------------------------------------------------------------------- the rows

@@ -547,7 +547,7 @@ def test_feed_contains_the_change_of_a_writer_killed_before_it_notified(recorded
     scene = make_scene()
     issued, _ = issue(scene.sandbox)
     recorded.follower.poll_once()
-    generation = changes.generation().words[0]
+    generation = changes.generation().memory[0]
     done = subprocess.run(
         [sys.executable, "-c", KILLED_BEFORE_NOTIFYING, issued.key_id],
         cwd=ROOT,
@@ -557,7 +557,7 @@ def test_feed_contains_the_change_of_a_writer_killed_before_it_notified(recorded
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert Key.objects.get().state == "deactivated"
-    assert changes.generation().words[0] == generation, "no process of this host was notified"
+    assert changes.generation().memory[0] == generation, "no process of this host was notified"
     recorded.follower.poll_once()
     assert recorded.applied == [("key", issued.key_id)]
     assert confirmed() == Change.objects.latest("sequence").pk

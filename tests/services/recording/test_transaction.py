@@ -79,7 +79,7 @@ from keyvault.services.tokens import customer_tokens, service_tokens
 from keyvault.services.webhooks import endpoints as webhook_endpoints
 from keyvault.services.work import leases
 from tests.domain.minting import mint
-from tests.domain.test_recipients import public_text
+from tests.domain.test_recipient_keys import public_text
 from tests.factories import (
     PASSWORD,
     SANDBOX,

@@ -274,7 +274,7 @@ def seen(key: Key, source: str = "192.0.2.1", user_agent: str = "curl", origin: 
 def add_reports(log: UsageLog, *found: dict[SeenUse, list[float]]) -> None:
     """Add verifiers that each report these uses once."""
     for each in found:
-        log.add_source(partial(_report_once, [as_rows(each)]))
+        log.add_counter(partial(_report_once, [as_rows(each)]))
 
 
 def as_rows(found: dict[SeenUse, list[float]]) -> list[list[Any]]:
@@ -446,7 +446,7 @@ def test_usage_with_one_failing_verifier_keeps_the_other_s_report(key: Key, log:
             raise errors.pop()
         return []
 
-    log.add_source(fail_once)
+    log.add_counter(fail_once)
     with pytest.raises(ValueError, match="invalid"):
         log.flush()
     assert (count_of(key), watermark(log)) == (0, NOON)
@@ -686,7 +686,7 @@ def test_usage_noted_while_a_report_is_taken_is_newer_than_its_watermark(key: Ke
         use(log, key)
         return []
 
-    log.add_source(take)
+    log.add_counter(take)
     log.flush()
     assert (count_of(key), watermark(log)) == (0, NOON)
     log.flush()
@@ -705,7 +705,7 @@ def test_usage_of_concurrent_reporters_sums_exactly(small_portions: None) -> Non
         places = [
             (key, source) for key in keys[:: 1 if order % 2 else -1] for source in sources[:: 1 if order % 3 else -1]
         ]
-        log.add_source(lambda: as_rows({seen(key, source): [2, at(0), at(1)] for key, source in reversed(places)}))
+        log.add_counter(lambda: as_rows({seen(key, source): [2, at(0), at(1)] for key, source in reversed(places)}))
         for _ in range(5):
             for key, source in places:
                 use(log, key, source=source)

@@ -53,7 +53,7 @@ class ReportingVerifier(Verifier):
     def __init__(self, name: str, clock: Callable[[], datetime]) -> None:
         super().__init__(name, clock)
         self.log = UsageLog(now=clock, reporter_id=f"simulated-{name}")
-        self.log.add_source(self._take)
+        self.log.add_counter(self._take)
         self.allowed: list[Uses] = []
         self._counted: list[Counts] = []
         now = self.clock()

@@ -78,7 +78,7 @@ class _LocalKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Miss:
+class LocalMiss:
     """The service must decide. `cost`: tokens to ask for. `lease`: where the unused ones belong."""
 
     digest: bytes | None
@@ -114,38 +114,38 @@ class LocalMemory:
         """Whether the change feed is current, so that the memory may be used now."""
         return clock() < self._current_until
 
-    def decide(self, question: Question) -> Decision | Miss:
+    def decide(self, question: Question) -> Decision | LocalMiss:
         """Authorize from memory and count the use, or return what the service must decide."""
         if question.key is None or question.customer_token is not None or question.cost not in {None, 1}:
-            return Miss(None)
+            return LocalMiss(None)
         text = as_plaintext(question.key).reveal().encode(errors="surrogatepass")
         digest = hmac.digest(self._process_key, text, "sha256")
         now = clock()
         held = self._held.get(self._key_ids.get(digest, ""))
         rules = self._rules
         if held is None or rules is None or now >= self._current_until:
-            return Miss(digest)
+            return LocalMiss(digest)
         endpoint = self._find_endpoint(question, rules)
         at = now + self._epoch
         if endpoint is None or at >= held.expires_at:
-            return Miss(digest)
+            return LocalMiss(digest)
         granted = _grant(held, rules, endpoint, question, at)
         if granted is None:
-            return Miss(digest)
+            return LocalMiss(digest)
         user_agent, origin = question.user_agent or "", question.origin or ""
         use = (held.record.key_id, endpoint.name, question.client_ip or "", user_agent, origin)
         with self._lock:
             # The record or the rules may have changed before the lock was taken.
             if self._held.get(held.record.key_id) is not held or self._rules is not rules or not self._uses.has_room:
-                return Miss(digest)
+                return LocalMiss(digest)
             if granted.lease is not None and not self._leases.take(granted.lease, now):
                 smallest = rules.smallest_count(held.record, endpoint)
-                return Miss(digest, self._leases.next_batch(granted.lease, smallest, now), granted.lease)
+                return LocalMiss(digest, self._leases.next_batch(granted.lease, smallest, now), granted.lease)
             # Take the time within the lock: a report may say that it has every use until its own time.
             self._uses.count(use, self._unix_time())
         return granted.decision
 
-    def learn(self, miss: Miss, decision: Decision) -> None:
+    def learn(self, miss: LocalMiss, decision: Decision) -> None:
         """Keep what an authorization by the service proves: that a string is a key's, and that tokens were spent."""
         if decision.identity is None:
             return

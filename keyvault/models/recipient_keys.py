@@ -4,7 +4,7 @@ from django.db import models
 from django.db.models import Q
 
 from keyvault.domain.canonical import canonical_digest
-from keyvault.domain.recipients import KEY_CHARACTERS
+from keyvault.domain.recipient_keys import KEY_CHARACTERS
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models.columns import ApprovalColumns, account_environment, at, created_at
 from keyvault.models.keys import Credential, Key

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyvault.domain.connections import (
+from keyvault.domain.environments import ConnectionMode
+from keyvault.domain.errors import RequestInvalidError
+from keyvault.domain.ids import mint_id
+from keyvault.domain.plaintext import Plaintext
+from keyvault.domain.provider_connections import (
     MAX_BYTES,
     connection_path,
     read_credentials,
     read_provider,
 )
-from keyvault.domain.environments import ConnectionMode
-from keyvault.domain.errors import RequestInvalidError
-from keyvault.domain.ids import mint_id
-from keyvault.domain.plaintext import Plaintext
 
 TEST, LIVE = ConnectionMode.TEST, ConnectionMode.LIVE
 PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQ\n-----END PRIVATE KEY-----"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyvault.domain.plaintext import Plaintext
-from keyvault.domain.recipients import SUITE, find_recipient_fault, seal_to
+from keyvault.domain.recipient_keys import SUITE, find_recipient_fault, seal_to
 
 PRIME = 2**255 - 19
 LOW_ORDER = (
