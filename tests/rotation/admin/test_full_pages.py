@@ -150,7 +150,7 @@ def test_page_of_a_full_rotation_makes_few_queries(desk: Desk, kind: KeyKind) ->
     WorkLease.objects.update_or_create(subject=subject_of(row.pk), defaults={"attempts": 3, "last_error": "sealed"})
     assert {state for state, _ in STATES} == set(S)
     client, url = browser(make_operator("viewer", *Role)), address("rotation_rotation_change", row.pk)
-    found = {}
+    found: dict[tuple[S, S | None, bool], int] = {}
     for (state, stalled_from), is_confirmed in product(STATES, (False, True)):
         put_in(row, state, stalled_from, is_confirmed=is_confirmed)
         found[(state, stalled_from, is_confirmed)] = len(count_queries(client, url, is_first=not found))
