@@ -261,7 +261,7 @@ class SecretView:
     name: str
     label: str
     permission: Permission
-    read: Callable[[Any], Plaintext]
+    read: Callable[[Grant, Any], Plaintext]
     note: str
     is_available: Callable[[Any], bool] = _always
 

@@ -441,14 +441,14 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def _secret_view(self, view: SecretView, request: HttpRequest, object_id: str) -> HttpResponse:
         row = self.find_row(request, object_id)
-        self._grant(request, view.permission, row)
+        grant = self._grant(request, view.permission, row)
         if is_step_up_due(request):
             return HttpResponseRedirect(second_factor_url(request.get_full_path()))
         back = Link(self.name_of(row), self.url_of(row))
         return secret_page(
             self.admin_site,
             request,
-            view.read(row),
+            view.read(grant, row),
             title=f"{view.label}: {self.name_of(row)}",
             note=view.note,
             once=False,

@@ -153,10 +153,19 @@ def _require_no_other_client() -> None:
 
 
 def _read_conninfo() -> tuple[str, str | None]:
-    """Return the connection string without the password, which is visible in no process list, and the password."""
-    known = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}
-    parameters = {name: value for name, value in connection.get_connection_params().items() if name in known}
+    """Return the connection string without the password, which is visible in no process list, and the password.
+
+    Raises StateConflictError for another secret: the programs take only the password from their environment.
+    """
+    options = {option.keyword.decode(): option for option in pq.Conninfo.get_defaults()}
+    parameters = {name: value for name, value in connection.get_connection_params().items() if name in options}
     password = parameters.pop("password", None)
+    for name, value in parameters.items():
+        if value and options[name].dispchar == b"*":
+            raise StateConflictError(
+                f"KEYVAULT_DATABASE_URL sets {name}, which the list of processes would show while a program of "
+                "PostgreSQL runs. Use a password or a key file without a passphrase."
+            )
     return make_conninfo("", **parameters), password or None
 
 

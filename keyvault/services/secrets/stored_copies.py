@@ -170,8 +170,8 @@ def recover_string(key: Key, *, fence: Fence) -> Plaintext:
     return read_string(key)
 
 
-def read_public_string(key: Key) -> Plaintext:
-    """Return a public key's string, which may be shown again.
+def read_public_string(grant: Grant, key: Key) -> Plaintext:
+    """Return a public key's string, which may be shown again. The audit entry is committed before it returns.
 
     Raises NotFoundError when this process does not serve its environment. Raises StateConflictError for a private key,
     and for a key in quarantine or whose copy is not undeleted yet.
@@ -182,11 +182,15 @@ def read_public_string(key: Key) -> Plaintext:
     if key.material in {Material.DELETE_DUE, Material.DELETED}:
         raise StateConflictError("The key is in quarantine. It can be shown after it is resumed.")
     try:
-        return read_string(key)
+        text = read_string(key)
     except BackendMissingError as error:
         if key.material != Material.RESTORE_DUE:
             raise
         raise StateConflictError("The key has just left quarantine. Try again in a moment.") from error
+    names = {"credential_id": key.credential_id, "key_id": key.key_id}
+    with recorded(grant, Permission.KEYS_READ, "key.shown", account=key.credential.account, **names):
+        pass
+    return text
 
 
 def destroy_string(grant: Grant, key: Key, *, fence: Fence = _no_fence) -> None:

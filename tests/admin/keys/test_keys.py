@@ -1,14 +1,18 @@
 """Keys in the console: suspended, resumed, revoked with a reason, reported; shown only if public."""
 
+import json
 import re
+from unittest import mock
 
 import pytest
+from django.db import DatabaseError
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.models import AuditEntry, Key, Verifier
 from keyvault.services.keys.lifecycle import get_key, last_sequence, suspend_key
 from keyvault.services.keys.records import find_key_record
+from keyvault.services.recording import transaction
 from tests.admin.desk import Desk, address, browser, hidden, text_of
 from tests.factories import grant, issue, now
 from tests.verifiers import confirm, fall_silent, make_verifier
@@ -123,6 +127,21 @@ def test_key_that_is_public_is_shown_repeatedly(desk: Desk) -> None:
         assert text.reveal() in text_of(answer)
         assert "no-store" in answer["Cache-Control"]
     assert text.reveal() not in text_of(client.get(address("keyvault_key_change", key.pk)))
+    shown = AuditEntry.objects.filter(event="key.shown")
+    assert [(entry.actor, json.loads(bytes(entry.body))["details"]["key_id"]) for entry in shown] == [
+        ("operator:tam", key.key_id)
+    ] * 2
+
+
+def test_key_is_not_shown_without_an_audit_entry(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: the entry is committed before the page is; without it the operator does not see the string."""
+    key, text = issue(desk.sandbox, kind=KeyKind.PUBLIC)
+    client = browser(desk.tam)
+    client.raise_request_exception = False
+    monkeypatch.setattr(transaction, "append_entries", mock.Mock(side_effect=DatabaseError("disk full")))
+    answer = client.get(address("keyvault_key_show", key.pk))
+    assert answer.status_code >= 500
+    assert text.reveal() not in text_of(answer)
 
 
 def test_key_pages_show_no_digest(desk: Desk) -> None:

@@ -388,7 +388,7 @@ def test_discard_of_a_public_key_is_refused(scene: Scene, requester: Requester, 
     long_ago = now() - 2 * COLLECT_WITHIN
     request = request_and_issue(requester.service, scene.sandbox, delivery=delivery, kind=KeyKind.PUBLIC, at=long_ago)
     assert request.key is not None
-    shown = read_public_string(request.key)
+    shown = read_public_string(grant(scene.tam, P.KEYS_READ, scene.sandbox), request.key)
     maintenance.discard_due()
     assert Key.objects.get().state == "active"
     with pytest.raises(StateConflictError, match="may still be collected"):

@@ -191,7 +191,7 @@ def test_pinned_process_shows_no_key_of_the_other_environment(
         with pytest.raises(NotFoundError, match=f"does not serve {OTHER[served]}"):
             collect_key(grant(tam, P.ISSUANCE_COLLECT, place), request)
         with pytest.raises(NotFoundError, match=f"does not serve {OTHER[served]}"):
-            read_public_string(key)
+            read_public_string(grant(tam, P.KEYS_READ, place), key)
     assert read == []
     assert collect_key(grant(tam, P.ISSUANCE_COLLECT, place), request).reveal() == text.reveal()
 

@@ -258,6 +258,11 @@ def _destroy(scene: Scene) -> Callable[[], object]:
     return lambda: stored_copies.destroy_string(_worker_grant(scene), key)
 
 
+def _read_public(scene: Scene) -> Callable[[], object]:
+    key, _ = issue(scene.sandbox, kind=KeyKind.PUBLIC)
+    return lambda: stored_copies.read_public_string(_admin_grant(scene, P.KEYS_READ), key)
+
+
 def _settle(scene: Scene) -> Callable[[], object]:
     key, _ = issue(scene.sandbox)
     lifecycle.suspend_key(_admin_grant(scene, P.KEYS_SUSPEND), key)
@@ -704,6 +709,7 @@ ACTIONS: dict[str, Action] = {
         ["account.customer_token_bound_set"],
         ["account"],
     ),
+    "secrets.stored_copies.read_public_string": Action(_read_public, ["key.shown"], []),
     "secrets.stored_copies.destroy_string": Action(_destroy, ["key.material_destroyed"], ["key"]),
     "secrets.stored_copies.settle_string": Action(_settle, ["key.material_deleted"], ["key"]),
     "secrets.stored_copies.report_refusal": Action(_report_refusal, ["backend.refused"], []),

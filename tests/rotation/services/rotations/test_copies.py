@@ -351,13 +351,13 @@ def test_public_key_in_quarantine_is_not_shown_with_the_reason(clock: Clock, ver
     assert rotation.state == S.QUARANTINE
     for _ in range(2):
         with pytest.raises(StateConflictError, match="in quarantine"):
-            read_public_string(Key.objects.get(pk=key.pk))
+            read_public_string(*operator(P.KEYS_READ, key, clock))
         run_maintenance()
     abort(rotation, clock)
     with pytest.raises(StateConflictError, match="just left"):
-        read_public_string(Key.objects.get(pk=key.pk))
+        read_public_string(*operator(P.KEYS_READ, key, clock))
     run_maintenance()
-    assert read_public_string(Key.objects.get(pk=key.pk)) is not None
+    assert read_public_string(*operator(P.KEYS_READ, key, clock)) is not None
 
 
 # --- killed, lost, failed -----------------------------------------------------------------------------------
