@@ -230,6 +230,8 @@ _clock = Gauge(
 # A counter that appears with its first event hides it from `increase`.
 for _reason in ("password", "second_factor", "locked", "single_sign_on"):
     _sign_in_refusals.labels(_reason)
+for _entry_point in ("verify", "traefik", "nginx", "envoy"):
+    _denials.labels(_entry_point, "internal_error")
 for _outcome in ("delivered", "refused", "no_reply", "gone"):
     _webhooks.labels(_outcome)
 for _channel in ("email", "webhook"):

@@ -21,6 +21,7 @@ except ImproperlyConfigured as _error:
 from keyvault.hotpath.adapters.assembly import load_blocking
 from keyvault.hotpath.frontends.wsgi import mounted
 from keyvault.project.engine_view import serves_host
+from keyvault.services.alarm_messages import alarm_thread
 from keyvault.services.startup.metrics import serve_metrics_or_exit
 from keyvault.services.startup.processes import process_watch
 from keyvault.services.startup.startup_checks import start_or_exit
@@ -34,6 +35,9 @@ verifier = load_blocking()
 verifier.start()
 dispatcher.send = send_turn
 process_watch.start()
+if Plane.CONSOLE in settings.PLANES and settings.ALARM_CHANNELS:
+    # Of the servers, only a console may call addresses outside (deploy/processes.toml).
+    alarm_thread.start()
 serve_metrics_or_exit("server")
 connection.close()
 verify_known = verifier.frontend.verify_known if Plane.SERVICE in settings.PLANES else None

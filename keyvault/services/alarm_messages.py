@@ -4,7 +4,8 @@ A new alarm has a row for each channel, written with it. A worker sends what is 
 message, and deletes the rows. A failed message is sent again with growing pauses. While there are alarms that no
 operator has marked as seen, each channel gets a reminder of them every KEYVAULT_ALARM_REPEAT_MINUTES.
 
-One worker at a time serves a channel. If it dies after sending, the message is sent again, with the same id.
+One process at a time serves a channel: a worker, or a console, which sends when workers, beat or Redis are lost. If it
+dies after sending, the message is sent again, with the same id.
 Messages have kinds, ids of subjects and times. An e-mail also links the page of each alarm and quotes the name that the
 console's inbox has for its subject, such as a label. The secrets that redaction recognizes are masked in it.
 """
@@ -12,9 +13,10 @@ console's inbox has for its subject, such as a label. The secrets that redaction
 import logging
 import smtplib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from hashlib import sha256
-from typing import Protocol
+from typing import ClassVar, Protocol
 from urllib.parse import urlsplit
 
 from django.conf import settings
@@ -30,6 +32,7 @@ from keyvault.models.notifications import UNSEEN_NOTICE
 from keyvault.services.approvals.inbox import find_name, with_label
 from keyvault.services.usage.recorder import utc_now
 from keyvault.services.work import leases
+from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork
 from keyvault.services.work.deletion import delete_batch
 from keyvault.wire.destinations import parse_url
 from keyvault.wire.webhooks import sign
@@ -39,6 +42,9 @@ MAX_LISTED = 20
 
 HOLD = timedelta(minutes=2)
 """Duration of the exclusive claim of an attempt; longer than an attempt can take."""
+
+CONSOLE_SECONDS = 15.0
+"""Interval at which a console sends what is due, in seconds. Workers do so every 5 s."""
 
 GIVE_UP_AFTER = timedelta(days=7)
 """Age at which the worker stops sending an undelivered alarm by itself. Reminders still list it."""
@@ -71,6 +77,23 @@ def send_due(clock: Callable[[], datetime] = utc_now) -> None:
                 _send_reminder(AlarmChannel(channel), clock)
             finally:
                 leases.release(lease)
+
+
+@dataclass(slots=True, eq=False)
+class AlarmThread(BackgroundThread):
+    """Sends what is due from a process that is no worker, without beat and Redis."""
+
+    thread_name: ClassVar[str] = "alarms"
+
+    def forget(self) -> None:
+        self.__init__()  # type: ignore[misc]  # a dataclass's own
+
+    def _loop(self) -> None:
+        self._repeat(send_due, CONSOLE_SECONDS)
+
+
+alarm_thread = AlarmThread()
+forget_at_fork(alarm_thread)
 
 
 def forget_old(now: datetime) -> int:

@@ -16,6 +16,7 @@ from django.db import connection
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
+from keyvault.backends import meters
 from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import DependencyUnavailableError, KeyvaultError, StateConflictError
@@ -276,6 +277,9 @@ def renew_peppers() -> None:
 def watch_backend() -> None:
     """Query the secret backend's health for /metrics and the log. Nothing depends on the result."""
     health = secret_backend().health()
+    if settings.IS_VAULT:
+        # Only here, where it is set again: a console that an operator opened once would report its last state forever.
+        meters.note_ready(health.ready)
     if not health.ready:
         _log.warning("the secret backend is not ready", extra={"why": health.detail})
 

@@ -575,6 +575,28 @@ def test_kubernetes_policies_deny_by_default_and_open_the_way_out_to_those_that_
         assert _selects(outside, labels) is row.reaches_out
 
 
+def test_prometheus_of_a_cluster_finds_every_process() -> None:
+    """Each gets the job of its name. Compared here: Debian's `promtool` cannot load a configuration of a cluster."""
+    (scrape,) = documents(DEPLOY / "prometheus" / "kubernetes.yml")[0]["scrape_configs"]
+    keep, _, other, job, _ = scrape["relabel_configs"]
+    for row in filter(lambda row: not row.once, TABLE.values()):
+        pod = pod_of(row)
+        labels, ports = pod["metadata"]["labels"], pod["spec"]["containers"][0]["ports"]
+        kept = [each for each in ports if re.fullmatch(keep["regex"], f"{labels[_NAME]};{each['name']}")]
+        assert [each["containerPort"] for each in kept] == [row.metrics]
+        found = re.fullmatch(job["regex"], f"{kept[0]['name']};{labels[_COMPONENT]}")
+        assert found is not None
+        assert job["replacement"].replace("$1", found[1]) == f"keyvault-{row.name}"
+    (sidecar,) = your_service()["spec"]["template"]["spec"]["initContainers"]
+    (port,) = sidecar["ports"]
+    assert re.fullmatch(keep["regex"], f";{port['name']}")
+    assert not re.fullmatch(job["regex"], f"{port['name']};api")
+    assert other["replacement"] == "keyvault-verifier"
+
+
+_NAME, _COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
+
+
 @pytest.mark.parametrize("scheme", ["smtp", "smtps"])
 def test_kubernetes_policy_lets_alarms_out_to_the_port_of_a_mail_server(scheme: str) -> None:
     (read,) = (setting.read for setting in SETTINGS if setting.name == "KEYVAULT_SMTP_URL")

@@ -17,9 +17,9 @@ from django.db import connection, transaction
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.errors import StateConflictError
+from keyvault.domain.notifications import NoticeKind
 from keyvault.management.service import local_url
-from keyvault.models import WebhookDelivery
-from keyvault.models.idempotency import IdempotentRequest
+from keyvault.models import Key, WebhookDelivery
 from keyvault.services.approvals.inbox import mark_all_seen
 from keyvault.services.keys.lifecycle import suspend_key
 from rotation.domain.events import RotationState as S
@@ -54,9 +54,20 @@ class Fault:
 
 
 def _kill(name: str) -> Cause:
+    """Kill the worker or beat. Before it is started again, the server must have sent an alarm about it."""
+
     def cause(deployment: Deployment) -> Callable[[], object]:
+        before, received = len(deployment.hooks.received), deployment.hooks.received
         deployment.kill(name)
-        return deployment.supervisor.restart_ended
+
+        def is_sent() -> bool:
+            return any(NoticeKind.PROCESS_LOST.encode() in each.body for each in received[before:])
+
+        def undo() -> None:
+            until("an alarm to be sent", is_sent, STEP_SECONDS)
+            deployment.supervisor.restart_ended()
+
+        return undo
 
     return cause
 
@@ -162,8 +173,8 @@ def _lose_keystore(deployment: Deployment) -> Callable[[], object]:
 
 
 def _rename_table(deployment: Deployment) -> Callable[[], object]:
-    """Take a table away that requests and the deletion of old rows need, as after a restore of some tables."""
-    table = IdempotentRequest._meta.db_table
+    """Take the table of keys away, which requests, verification and workers need, as after a restore of some tables."""
+    table = Key._meta.db_table
 
     def rename(name: str, to: str) -> None:
         with connection.cursor() as cursor:
@@ -238,7 +249,9 @@ AT_WORK: Mapping[str, Fault] = {
         frozenset({"KeyvaultSignInRefusals", "KeyvaultAlarmsUnacknowledged"}), _guess_password
     ),
     "the keystore is lost": Fault(frozenset({"KeyvaultRevocationAnchorLate", "KeyvaultAuditUnsigned"}), _lose_keystore),
-    "a table is missing": Fault(frozenset({"KeyvaultServerErrors", "KeyvaultTaskFailing"}), _rename_table),
+    "a table is missing": Fault(
+        frozenset({"KeyvaultServerErrors", "KeyvaultVerifyErrors", "KeyvaultTaskFailing"}), _rename_table
+    ),
     "the database is slow": Fault(frozenset({"KeyvaultVerifySlow"}), _slow_down_database),
     # The last one: the rotation stays stalled.
     "a rotation stalls": Fault(frozenset({"KeyvaultRotationStalled"}), _stall_rotation),

@@ -1,11 +1,14 @@
 """Metrics of verification: each verdict is counted once, by outcome and source, and each denial by code."""
 
+from unittest.mock import Mock
+
 import pytest
 from prometheus_client import REGISTRY
 
 from keyvault.domain.errors import ErrorCode
 from keyvault.hotpath.adapters.assembly import uses_of
 from keyvault.services.usage.recorder import UsageLog
+from keyvault.wire.entry_points import VerificationEntryPoint
 
 from .conftest import Stage, revoke
 from .priming import Primed, prime
@@ -104,3 +107,19 @@ def test_duration_of_the_slow_path_is_measured_once_for_each_request(stage: Stag
         primed.ask(stage.token, stage.asked)
     uses_of(primed.engine)
     assert value("keyvault_slow_path_duration_seconds_count") == before + 1
+
+
+def test_report_of_an_idle_process_tries_a_lost_limit_store_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = Mock()
+    monkeypatch.setattr("keyvault.hotpath.adapters.assembly.limiter", lambda: tried)
+    uses_of(prime().engine)
+    tried.retry_lost.assert_called_once_with()
+
+
+@pytest.mark.parametrize("entry_point", sorted(set(VerificationEntryPoint) - {"integration"}))
+def test_internal_errors_of_the_slow_path_are_counted_from_zero(entry_point: str) -> None:
+    """Guarantee: the alert rule sees the first error: `rate` misses the event that a series begins with."""
+    labels = {"entry_point": entry_point, "code": "internal_error"}
+    assert REGISTRY.get_sample_value("keyvault_denials_total", labels) is not None

@@ -266,6 +266,18 @@ def test_start_with_an_invalid_choice_of_paths_is_refused_in_one_line(
     assert line == f"the {who} does not start: {next(iter(settings))}: invalid value, expected {accepted}"
 
 
+@pytest.mark.parametrize(("planes", "expected"), [("integration,console", "True"), ("integration,service", "False")])
+def test_only_a_server_with_the_console_sends_alarms(folder: Path, planes: str, expected: str) -> None:
+    """Guarantee: alarms about lost workers are sent, and only by a server that may call addresses outside."""
+    threads = "print('alarms' in [each.name for each in threading.enumerate()])"
+    channel = {
+        "KEYVAULT_ALARM_WEBHOOK": "https://alerts.example.com/",
+        "KEYVAULT_ALARM_WEBHOOK_SECRET": "whsec_" + "A" * 43 + "=",
+    }
+    done = run(["-c", f"import threading, keyvault.project.wsgi; {threads}"], folder, KEYVAULT_PLANES=planes, **channel)
+    assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
+
+
 def test_start_of_a_verifier_without_its_plane_is_refused_in_one_line(folder: Path) -> None:
     line = refusal(VERIFIER, folder, KEYVAULT_PLANES="integration,console")
     assert line == (

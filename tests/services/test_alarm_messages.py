@@ -3,6 +3,7 @@
 import json
 import smtplib
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import AlarmDelivery, Notice, WorkLease
 from keyvault.project.configuration import SmtpServer
 from keyvault.services import alarm_messages
-from keyvault.services.alarm_messages import GIVE_UP_AFTER, HOLD, MAX_LISTED, forget_old, send_due
+from keyvault.services.alarm_messages import GIVE_UP_AFTER, HOLD, MAX_LISTED, AlarmThread, forget_old, send_due
 from keyvault.services.approvals.inbox import mark_all_seen, mark_seen
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -37,6 +38,7 @@ from tests.backends.receivers import LOOPBACK, Receiver, receiver
 from tests.clocks import Clock
 from tests.factories import grant, issue, now
 from tests.services.conftest import Scene
+from tests.services.racing import TIMEOUT_SECONDS
 
 pytestmark = pytest.mark.django_db
 
@@ -395,3 +397,16 @@ def test_mail_server_error_without_a_code_is_named(
     monkeypatch.setattr(smtplib.SMTP, "sendmail", disconnect)
     send_due(clock)
     assert AlarmDelivery.objects.get().last_error == "the mail server cannot be used: SMTPServerDisconnected"
+
+
+def test_thread_of_a_console_sends_alarms_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: an alarm about lost workers, a lost beat or Redis leaves the console without them."""
+    sent = threading.Semaphore(0)
+    monkeypatch.setattr(alarm_messages, "CONSOLE_SECONDS", 0.001)
+    monkeypatch.setattr(alarm_messages, "send_due", sent.release)
+    thread = AlarmThread()
+    thread.start()
+    try:
+        assert all(sent.acquire(timeout=TIMEOUT_SECONDS) for _ in range(2))
+    finally:
+        thread.stop()

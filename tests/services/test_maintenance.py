@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,15 @@ import pytest
 from django.db import DatabaseError, OperationalError, connection, transaction
 from django.db.models import Model
 from django.test import override_settings
+from prometheus_client import REGISTRY
+from pytest_django import Settings
 
 from keyvault.access.permissions import Permission as P
 from keyvault.backends.base import BackendDeniedError, BackendUnavailableError, Health, Mount
 from keyvault.backends.local import LocalKeystore
+from keyvault.backends.vault import kv
+from keyvault.backends.vault.client import VaultServer
+from keyvault.backends.vault.logins import TokenFileLogin
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import IntegrityError
 from keyvault.domain.issuance import COLLECT_WITHIN, REQUEST_LIFETIME, Delivery
@@ -109,6 +115,20 @@ def test_maintenance_logs_that_the_backend_is_not_ready(
     monkeypatch.setattr(LocalKeystore, "health", lambda backend: Health(False, "it is sealed"))
     watch_backend()
     assert [getattr(record, "why", "") for record in caplog.records] == ["it is sealed"]
+
+
+def test_only_maintenance_reports_that_the_vault_is_sealed(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+    """Guarantee: the alert ends with the seal, even if a console, which asks only for its pages, saw it."""
+    settings.IS_VAULT = True
+    backend = kv.VaultBackend(VaultServer("http://127.0.0.1"), partial(TokenFileLogin, Path()))
+    monkeypatch.setattr(maintenance, "secret_backend", lambda: backend)
+    for is_ready, expected in ((False, 1), (True, 0)):
+        monkeypatch.setattr(kv, "read_health", lambda server, is_ready=is_ready: Health(is_ready, "it says so"))
+        watch_backend()
+        assert REGISTRY.get_sample_value("keyvault_vault_sealed") == expected
+    monkeypatch.setattr(kv, "read_health", lambda server: Health(False, "it is sealed"))
+    assert not backend.health().ready
+    assert REGISTRY.get_sample_value("keyvault_vault_sealed") == 0
 
 
 def test_maintenance_expires_overdue_requests_only(scene: Scene) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import hvac
 
-from keyvault.backends import meters
 from keyvault.backends.base import (
     BackendError,
     BackendInvalidError,
@@ -170,9 +169,7 @@ class VaultBackend:
         return self.client(VaultRole.FACTORS, scope).call(lambda client: client.adapter.post(url, json=body))
 
     def health(self) -> Health:
-        found = read_health(self.server)
-        meters.note_ready(found.ready)
-        return found
+        return read_health(self.server)
 
     def _place(self, mount: Mount, path: str) -> tuple[str, str, str]:
         """Return scope, mount and path. Raises BackendInvalidError for a path with empty or dot segments."""

@@ -40,7 +40,7 @@ from keyvault.services.catalog.base_urls import BASE_URLS
 from keyvault.services.change_feed.follower import Follower
 from keyvault.services.keys.rehashing import pending_rehashes
 from keyvault.services.limits.budgets import budgets
-from keyvault.services.limits.limiter import failed_proofs
+from keyvault.services.limits.limiter import failed_proofs, limiter
 from keyvault.services.peppers.ring import load_peppers, take_pepper
 from keyvault.services.recording.changes import generation
 from keyvault.services.startup.metrics import CONTENT_TYPE, expose_meters
@@ -108,6 +108,7 @@ def uses_of(engine: Engine) -> Collection[Uses]:
             (VerificationEntryPoint.VERIFY, "allowed", "database"): counts.granted_after_read,
         }
     )
+    limiter().retry_lost()
     meters.note_verifier(len(engine.memory.keys.by_id), engine.freshness.age_seconds(time.monotonic()))
     return uses
 

@@ -25,6 +25,9 @@ _log = logging.getLogger(__name__)
 RETRY_SECONDS = 1
 """Pause between attempts to reach a lost store, in seconds, so that not every request waits for its timeout."""
 
+_PROBE = Bucket("probe", "kv:limit:{probe}", Limit(1, 1))
+"""Bucket that only attempts to reach a lost store spend from."""
+
 _MAX_ADDRESSES = 50_000
 """Maximum client addresses kept in memory."""
 
@@ -54,6 +57,10 @@ class StoreWatch:
             self._note_lost(error)
             raise
         self._note_recovered()
+
+    @property
+    def is_lost(self) -> bool:
+        return self._retry_at is not None
 
     def _may_try(self) -> bool:
         """Whether the store is available, or this request is the one that tries it again."""
@@ -119,6 +126,12 @@ class Limiter:
         with suppress(LimitStoreLostError), self.watch.guard():
             return await self.store.spend_async(buckets, cost)
         return self.spend_share(buckets, cost, refuse_on_loss=refuse_on_loss)
+
+    def retry_lost(self) -> None:
+        """Try a lost store again: a process without requests would report it as lost forever. Never raises."""
+        if self.watch.is_lost:
+            with suppress(LimitStoreLostError), self.watch.guard():
+                self.store.spend([_PROBE], 1)
 
     async def close_async(self) -> None:
         """Close the store's connection of the running loop, before that loop ends."""

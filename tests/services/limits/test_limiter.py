@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
+from prometheus_client import REGISTRY
 from pytest_django import Settings
 from redis import Redis
 
@@ -213,6 +214,29 @@ def test_limiter_logs_each_loss_and_each_return_once(
             shared.spend(ACCOUNT_ONLY, 1)
     assert caplog.messages == ["limit store lost", "limit store back", "limit store lost"]
     assert caplog.records[0].__dict__["why"] == "gone"
+
+
+def test_limiter_without_requests_reports_that_its_store_is_back(
+    shared: Limiter, store: FlakyStore, clock: MonotonicClock
+) -> None:
+    """Guarantee: the alert about a lost store ends with the loss, even in an idle process."""
+
+    def is_reported() -> float | None:
+        return REGISTRY.get_sample_value("keyvault_limit_store_lost")
+
+    shared.retry_lost()
+    assert store.calls == 0, "an available store is not asked"
+    store.is_available = False
+    shared.spend(ACCOUNT_ONLY, 1)
+    clock.seconds += 1
+    shared.retry_lost()
+    assert (store.calls, is_reported()) == (2, 1)
+    store.is_available = True
+    shared.retry_lost()
+    assert (store.calls, is_reported()) == (2, 1), "not due for another attempt"
+    clock.seconds += 1
+    shared.retry_lost()
+    assert (store.calls, is_reported()) == (3, 0)
 
 
 def test_limiters_of_one_store_share_the_knowledge_of_its_loss(
