@@ -13,6 +13,9 @@ listener "tcp" {
   tls_key_file  = "/run/secrets/servers/openbao.key"
 }
 
+# The administrator's token and the secret ids live as long as the sample: nobody renews them.
+max_lease_ttl = "87600h"
+
 api_addr = "https://openbao:8200"
 
 seal "static" {
@@ -44,7 +47,7 @@ initialize "administrator" {
       }
       policies  = ["administrator"]
       no_parent = true
-      period    = "768h"
+      ttl       = "87600h"
     }
   }
 }

@@ -39,6 +39,8 @@ UPGRADE, ROLL_BACK = "upgrade", "roll-back"
 ORDERS = (UPGRADE, ROLL_BACK)
 KEYS = 10
 READ_ORDERS = 1_000
+LEAST_SHARE = 0.9
+"""Least share of the requests that must have been sent and answered: fewer wait behind a lock."""
 ISSUE = ("issue_key", "--merchant", "acme", "--environment", "sandbox", "--kind", "private", "--requested-by", "tam")
 
 
@@ -175,13 +177,14 @@ class _Course:
         shares = ", ".join(f"{side.name} {tally.by_port[side.port]:,}" for side in sides)
         _tell(f"requests: {kinds}\nanswered by: {shares}\nmigrations: {', '.join(self._migrated)}")
         _tell(f"migrations that gave way to other transactions: {self._new.count_in_logs('gave way')}")
-        seconds = time.monotonic() - self._began
+        sent, seconds = sum(tally.requests.values()), self._traffic.seconds
         _tell(
-            f"{order}: {sum(tally.requests.values()):,} requests in {seconds:.0f} s, "
-            f"slowest {tally.slowest_seconds:.2f} s; "
+            f"{order}: {sent:,} requests in {seconds:.0f} s, slowest {tally.slowest_seconds:.2f} s; "
             f"{tally.failed} failed, {len(exits)} processes exited, {tracebacks} tracebacks"
         )
-        return not (tally.failed or exits or tracebacks)
+        if is_late := sent < LEAST_SHARE * self._traffic.rate * seconds:
+            _tell(f"  FAILED  fewer than {LEAST_SHARE:.0%} of {self._traffic.rate} requests a second were sent")
+        return not (tally.failed or exits or tracebacks or is_late)
 
     def _run(self, share: float) -> None:
         wait(share * self._seconds, (self._old, self._new))

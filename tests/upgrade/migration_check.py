@@ -120,6 +120,9 @@ def _may_be_omitted(field: Any) -> bool:
     return bool(field.null or field.has_db_default() or field.many_to_many)
 
 
+_ANY_CASE_AND_LINE = re.IGNORECASE | re.DOTALL
+
+
 def _find_in_statements(statements: list[str], released: ProjectState) -> Iterator[str]:
     tables = {
         model._meta.db_table: {field.column for field in model._meta.local_fields}
@@ -136,8 +139,10 @@ def _find_in_statements(statements: list[str], released: ProjectState) -> Iterat
         for table in re.findall(r'DROP TABLE (?:IF EXISTS )?"?(\w+)"?', statement, re.IGNORECASE):
             if table in tables:
                 yield f"{table} is dropped, and the last release uses it. Drop it in the release after next"
-        if re.match(r"\s*(?:UPDATE|DELETE|INSERT)\b", statement, re.IGNORECASE):
+        if re.match(r"\s*(?:UPDATE|DELETE|INSERT|WITH\b.*\b(?:UPDATE|DELETE|INSERT))\b", statement, _ANY_CASE_AND_LINE):
             yield f"it writes rows in one transaction: {statement[:80]} … Fill them with Backfill"
+        if re.match(r"\s*(?:LOCK|VACUUM|CLUSTER|REFRESH\s+MATERIALIZED)\b", statement, _ANY_CASE_AND_LINE):
+            yield f"it locks a table, or reads all of it: {statement[:80]} … Leave it out"
 
 
 def _ask_squawk(statements: list[str], *, is_atomic: bool) -> list[str]:

@@ -67,11 +67,14 @@ class _Connection:
 
 
 class Traffic:
-    """Entered and left like a file; runs in a thread of its own until then. `ports` may be set at any time."""
+    """Entered and left like a file; runs in a thread of its own until then. `ports` may be set at any time.
+
+    `rate`: requests a second to be sent. `seconds`: how long they were sent, once it is left.
+    """
 
     def __init__(self, installation: Installation, rate: int, ports: tuple[int, ...]) -> None:
-        self.ports, self.tally = ports, Tally()
-        self._installation, self._rate = installation, rate
+        self.ports, self.tally, self.rate, self.seconds = ports, Tally(), rate, 0.0
+        self._installation, self._began = installation, 0.0
         self._idle: dict[int, list[_Connection]] = {}
         self._under_way: Counter[int] = Counter()
         self._numbers = count()
@@ -81,10 +84,12 @@ class Traffic:
         self._loop: asyncio.AbstractEventLoop
 
     def __enter__(self) -> "Traffic":
+        self._began = time.monotonic()
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.seconds = time.monotonic() - self._began
         self._stopped.set()
         self._thread.join()
 
@@ -110,11 +115,10 @@ class Traffic:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         turns = asyncio.Semaphore(CONNECTIONS)
-        began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._lead_lives())
             for number in count():
-                await asyncio.sleep(max(0.0, began + number / self._rate - time.monotonic()))
+                await asyncio.sleep(max(0.0, self._began + number / self.rate - time.monotonic()))
                 if self._stopped.is_set():
                     break
                 await turns.acquire()
