@@ -112,6 +112,12 @@ def test_rehearsal_migrations_are_accepted(loader: MigrationLoader) -> None:
         pytest.param(
             [migrations.RunSQL("UPDATE keyvault_order SET currency = 'EUR'")], "it writes rows in one", id="UPDATE"
         ),
+        pytest.param(
+            [migrations.RunSQL("WITH o AS (SELECT 1)\nUPDATE keyvault_order SET currency = 'EUR'")],
+            "it writes rows in one",
+            id="WITH",
+        ),
+        pytest.param([migrations.RunSQL("LOCK TABLE keyvault_order")], "it locks a table", id="LOCK"),
     ],
 )
 def test_migration_that_stops_the_last_release_is_refused(
