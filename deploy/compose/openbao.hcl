@@ -13,6 +13,9 @@ listener "tcp" {
   tls_key_file  = "/run/secrets/servers/openbao.key"
 }
 
+# As long as the sample's certificates live: nothing renews the administrator's token and the logins.
+max_lease_ttl = "8760h"
+
 api_addr = "https://openbao:8200"
 
 seal "static" {
@@ -44,7 +47,7 @@ initialize "administrator" {
       }
       policies  = ["administrator"]
       no_parent = true
-      period    = "768h"
+      period    = "8760h"
     }
   }
 }

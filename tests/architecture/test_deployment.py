@@ -300,6 +300,18 @@ def test_units_of_an_upgrade_share_no_address_with_the_servers_in_service(tmp_pa
         assert address.sub("", theirs) == address.sub("", ours)
 
 
+def test_sample_lives_as_long_as_its_certificates() -> None:
+    """Nothing renews the administrator's token and the logins of the sample; `up` needs the token at each start."""
+    lifetime = int(re.findall(r"^LIFETIME = timedelta\(days=(\d+)\)", read("make_secrets.py"), re.MULTILINE)[0])
+    for key in ("max_lease_ttl", "period"):
+        assert re.findall(rf'^ *{key} *= "(\d+)h"', read("openbao.hcl"), re.MULTILINE) == [str(lifetime * 24)], key
+    assert f'"--secret-id-days", "{lifetime}"' in read("compose.yaml")
+
+
+def read(name: str) -> str:
+    return (DEPLOY / "compose" / name).read_text()
+
+
 # --- the image --------------------------------------------------------------------------------------------
 
 
