@@ -13,8 +13,8 @@ listener "tcp" {
   tls_key_file  = "/run/secrets/servers/openbao.key"
 }
 
-# The administrator's token and the secret ids live as long as the sample: nobody renews them.
-max_lease_ttl = "87600h"
+# As long as the sample's certificates live: nothing renews the administrator's token and the logins.
+max_lease_ttl = "8760h"
 
 api_addr = "https://openbao:8200"
 
@@ -47,7 +47,7 @@ initialize "administrator" {
       }
       policies  = ["administrator"]
       no_parent = true
-      ttl       = "87600h"
+      period    = "8760h"
     }
   }
 }

@@ -257,10 +257,13 @@ def test_backup_steps_never_replace_the_passphrase(tmp_path: Path) -> None:
 def test_units_of_an_upgrade_share_no_address_with_the_servers_in_service(tmp_path: Path) -> None:
     """Guarantee: a second server that docs/upgrades.md starts differs from the first one in its addresses alone.
 
+    Until the migration has succeeded, nothing else of the new release is installed: it would refuse to start.
     The commands run as written, on folders of this test.
     """
     page = (ROOT / "docs" / "upgrades.md").read_text()
-    script = "\n".join(re.findall(r'^```sh title="(?:units|standby)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL))
+    steps = re.findall(r'^```sh title="(migrate|units|standby)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL)
+    assert [title for title, _ in steps] == ["migrate", "units", "standby"]
+    script = "\n".join(text for _, text in steps)
     units, standby, commands = tmp_path / "etc", tmp_path / "run", tmp_path / "sbin"
     units.mkdir()
     commands.mkdir()
@@ -271,7 +274,14 @@ def test_units_of_an_upgrade_share_no_address_with_the_servers_in_service(tmp_pa
     ):
         assert folder in script
         script = script.replace(folder, str(here))
-    subprocess.run(["/bin/bash", "-euc", f"systemctl() {{ :; }}; NEW=/opt/next\n{script}"], cwd=ROOT, check=True)
+
+    def run(systemctl: str) -> int:
+        functions = f"systemctl() {{ {systemctl}; }}; NEW=/opt/next"
+        return subprocess.run(["/bin/bash", "-euc", f"{functions}\n{script}"], cwd=ROOT, check=False).returncode
+
+    assert run('[ "$1" != start ]') != 0
+    assert [path.name for path in [*units.iterdir(), *commands.iterdir()]] == ["keyvault-migrate.service"]
+    assert run(":") == 0
     assert (commands / "kv").read_text() == (DEPLOY / "systemd" / "kv").read_text()
     assert {path.name: path.read_text() for path in units.iterdir()} == {
         path.name: path.read_text().replace("/opt/keyvault", "/opt/next") for path in UNITS
@@ -288,6 +298,18 @@ def test_units_of_an_upgrade_share_no_address_with_the_servers_in_service(tmp_pa
         assert len(address.findall(theirs)) == len(address.findall(ours)) >= 2
         assert not set(address.findall(theirs)) & in_service
         assert address.sub("", theirs) == address.sub("", ours)
+
+
+def test_sample_lives_as_long_as_its_certificates() -> None:
+    """Nothing renews the administrator's token and the logins of the sample; `up` needs the token at each start."""
+    lifetime = int(re.findall(r"^LIFETIME = timedelta\(days=(\d+)\)", read("make_secrets.py"), re.MULTILINE)[0])
+    for key in ("max_lease_ttl", "period"):
+        assert re.findall(rf'^ *{key} *= "(\d+)h"', read("openbao.hcl"), re.MULTILINE) == [str(lifetime * 24)], key
+    assert f'"--secret-id-days", "{lifetime}"' in read("compose.yaml")
+
+
+def read(name: str) -> str:
+    return (DEPLOY / "compose" / name).read_text()
 
 
 # --- the image --------------------------------------------------------------------------------------------

@@ -109,15 +109,20 @@ def test_rehearsal_migrations_are_accepted(loader: MigrationLoader) -> None:
             id="unique constraint",
         ),
         pytest.param([migrations.RunPython(lambda apps, editor: None)], "RunPython may read or write", id="RunPython"),
-        pytest.param(
-            [migrations.RunSQL("UPDATE keyvault_order SET currency = 'EUR'")], "it writes rows in one", id="UPDATE"
+        *(
+            pytest.param([migrations.RunSQL(sql)], "it may lock a table or write many rows: ", id=sql[:30])
+            for sql in (
+                "UPDATE keyvault_order SET currency = 'EUR'",
+                "-- fill\nUPDATE keyvault_order SET currency = 'EUR'",
+                "COMMENT ON TABLE keyvault_order IS 'x'; UPDATE keyvault_order SET currency = 'EUR'",
+                "WITH few AS (SELECT 1) UPDATE keyvault_order SET currency = 'EUR'",
+                "LOCK TABLE keyvault_order",
+                "VACUUM FULL keyvault_order",
+                "CLUSTER keyvault_order",
+                "REFRESH MATERIALIZED VIEW orders",
+                "DO $$ BEGIN DELETE FROM keyvault_order; END $$",
+            )
         ),
-        pytest.param(
-            [migrations.RunSQL("WITH o AS (SELECT 1)\nUPDATE keyvault_order SET currency = 'EUR'")],
-            "it writes rows in one",
-            id="WITH",
-        ),
-        pytest.param([migrations.RunSQL("LOCK TABLE keyvault_order")], "it locks a table", id="LOCK"),
     ],
 )
 def test_migration_that_stops_the_last_release_is_refused(
