@@ -32,7 +32,7 @@ def fault_of(text: str, mode: ConnectionMode = TEST) -> str:
     with pytest.raises(RequestInvalidError) as refused:
         read(text, mode)
     (fault,) = refused.value.faults
-    assert fault.pointer == "/credentials"
+    assert fault.pointer == "/secret"
     return fault.detail
 
 
