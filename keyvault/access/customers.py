@@ -18,7 +18,7 @@ from keyvault.domain.keystring import SHAPED, STRING_SCOPE, KeyString, StringKin
 
 CUSTOMER_ID = r"^(?!\.{1,2}$)[A-Za-z0-9._~!$&'()*+,=:@-]{1,128}$"
 """Pattern of a merchant's id for a customer: a plain path segment, because the id appears unescaped in a path."""
-CUSTOMER_ID_RULE = "Use 1 to 128 of A-Z, a-z, 0-9 and ._~!$&'()*+,=:@- (but neither '.' nor '..')."
+CUSTOMER_ID_RULE = "Use 1 to 128 characters of A-Z, a-z, 0-9 and ._~!$&'()*+,=:@- (but neither '.' nor '..')."
 
 _CUSTOMER_ID = re.compile(CUSTOMER_ID)
 

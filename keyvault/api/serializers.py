@@ -150,7 +150,8 @@ class CredentialRequest(StrictSerializer):
 
 
 _READER = TextForm(
-    rf"[A-Za-z0-9._-]{{1,{MAX_NAME_LENGTH}}}", f"Use 1 to {MAX_NAME_LENGTH} of A-Z, a-z, 0-9, '.', '_' and '-'."
+    rf"[A-Za-z0-9._-]{{1,{MAX_NAME_LENGTH}}}",
+    f"Use 1 to {MAX_NAME_LENGTH} characters of A-Z, a-z, 0-9, '.', '_' and '-'.",
 )
 
 

@@ -91,8 +91,8 @@ def parse_master_key(text: str) -> bytes:
 class LocalKeystore:
     """A `SecretBackend` on this machine's disk; safe for threads and processes.
 
-    `unwrap` returns the key itself of a text that may be wrapped. Raises ImproperlyConfigured when the master key is
-    missing or is not the one that sealed the data, and the errors of `unwrap`.
+    `unwrap` converts the stored text, which may be wrapped, into the master key. Raises ImproperlyConfigured when the
+    master key is missing or is not the one that sealed the data, and the errors of `unwrap`.
     """
 
     def __init__(self, folder: Path, master_key_text: str = "", unwrap: Callable[[str], str] = str) -> None:
@@ -244,12 +244,12 @@ class LocalKeystore:
         try:
             self._cipher.decrypt(check[0], check[1], CHECK)
         except ALTERED:
-            if self._file.with_name("master.key.new").exists():
-                # The rotation was killed before it put the new key in place.
-                raise ImproperlyConfigured(_unfinished(self._file)) from None
+            # The file may be of a rotation that was killed before it put the new key in place, or of a refused one.
+            is_rotating = self._file.with_name("master.key.new").exists()
+            first = "if a rotation of it is unfinished, run again: manage.py rotate_master_key; otherwise "
             raise ImproperlyConfigured(
-                f"the master key is not the one that {self._file} was made with; restore the right one "
-                "(KEYVAULT_MASTER_KEY, or master.key beside it)"
+                f"the master key is not the one that {self._file} was made with; {first if is_rotating else ''}restore "
+                "the right one (KEYVAULT_MASTER_KEY, or master.key beside it)"
             ) from None
 
     def _set_state(self, mount: Mount, path: str, version: int, before: VersionState, after: VersionState) -> None:

@@ -174,14 +174,15 @@ def find_signature_fault(signed: Signed, keys: PublicKeys) -> str | None:
     return None
 
 
-def find_version_fault(signed: Signed, before: Signed) -> str | None:
-    """Return why the key's version is not valid after that of the checkpoint before, or None.
+def find_version_fault(signed: Signed, highest: int) -> str | None:
+    """Return why the version of the key is refused: it is older than one that signed before it. None: it is valid.
 
-    A key is rotated because it may have leaked. So a later checkpoint of a former version may be forged.
+    `highest`: the highest version of the same signer's key that signed an earlier checkpoint; 0: there is none. A key
+    is rotated because it may have leaked. So a later checkpoint of a former version may be forged.
     """
-    if signed.signer != before.signer or signed.key_version >= before.key_version:
+    if signed.key_version >= highest:
         return None
-    return f"version {signed.key_version} of the key signs it, after version {before.key_version}"
+    return f"version {signed.key_version} of the key signs it, after version {highest}"
 
 
 @dataclass(slots=True)
@@ -202,6 +203,8 @@ class CheckpointWalk:
     newest_signed: SignedCheckpoint | None = None
     late: int = 0
     first_late: str | None = None
+    _versions: dict[str, int] = field(default_factory=dict)
+    """The highest version of each signer's key so far."""
 
     def take(
         self, signed: SignedCheckpoint, find_hash: FindHash, find_time: FindTime, *, has_entries: bool = True
@@ -230,6 +233,7 @@ class CheckpointWalk:
         self.count += 1
         self.heads.update(checkpoint.heads)
         self.newest, self.newest_signed = checkpoint, signed
+        self._versions[signed.signer] = signed.key_version
         return None
 
     def find_end_fault(self) -> tuple[int, str] | None:
@@ -281,7 +285,7 @@ class CheckpointWalk:
             return f"checkpoint {self.newest.number + 1} is missing; {signed.number} follows"
         if checkpoint.previous != self.newest_signed.digest:
             return "it does not contain the digest of the checkpoint before it"
-        return find_version_fault(signed, self.newest_signed)
+        return find_version_fault(signed, self._versions.get(signed.signer, 0))
 
     def _find_head_fault(self, checkpoint: Checkpoint, find_hash: FindHash | None) -> str | None:
         for chain, head in checkpoint.heads.items():

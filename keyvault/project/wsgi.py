@@ -36,7 +36,7 @@ verifier.start()
 dispatcher.send = send_turn
 process_watch.start()
 if Plane.CONSOLE in settings.PLANES and settings.ALARM_CHANNELS:
-    # Of the servers, only a console may call addresses outside (deploy/processes.toml).
+    # The console is the only server that may call external addresses (deploy/processes.toml).
     alarm_thread.start()
 serve_metrics_or_exit("server")
 connection.close()

@@ -1,11 +1,11 @@
 """Send the operators' alarms by e-mail and webhook, at least once each, and again until they are acknowledged.
 
-A new alarm has a row for each channel, written with it. A worker sends what is due together, at most MAX_LISTED in one
-message, and deletes the rows. A failed message is sent again with growing pauses. While there are alarms that no
-operator has marked as seen, each channel gets a reminder of them every KEYVAULT_ALARM_REPEAT_MINUTES.
+A new alarm has a row for each channel, written with it. A worker or a console sends what is due together, at most
+MAX_LISTED in one message, and deletes the rows. A failed message is sent again with growing pauses. While there are
+alarms that no operator has marked as seen, each channel gets a reminder of them every KEYVAULT_ALARM_REPEAT_MINUTES.
 
-One process at a time serves a channel: a worker, or a console, which sends when workers, beat or Redis are lost. If it
-dies after sending, the message is sent again, with the same id.
+One process at a time serves a channel. A console needs neither workers nor beat nor Redis for it, so that alarms about
+these are sent. If a process dies after sending, the message is sent again, with the same id.
 Messages have kinds, ids of subjects and times. An e-mail also links the page of each alarm and quotes the name that the
 console's inbox has for its subject, such as a label. The secrets that redaction recognizes are masked in it.
 """
@@ -47,7 +47,7 @@ CONSOLE_SECONDS = 15.0
 """Interval at which a console sends what is due, in seconds. Workers do so every 5 s."""
 
 GIVE_UP_AFTER = timedelta(days=7)
-"""Age at which the worker stops sending an undelivered alarm by itself. Reminders still list it."""
+"""Age at which the service stops sending an undelivered alarm by itself. Reminders still list it."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(seconds=10), timedelta(minutes=10)
 _MAX_COUNTED = 1_000
@@ -81,7 +81,7 @@ def send_due(clock: Callable[[], datetime] = utc_now) -> None:
 
 @dataclass(slots=True, eq=False)
 class AlarmThread(BackgroundThread):
-    """Sends what is due from a process that is no worker, without beat and Redis."""
+    """Thread of a console server that sends what is due. It needs neither beat nor Redis."""
 
     thread_name: ClassVar[str] = "alarms"
 
@@ -124,6 +124,7 @@ def _send_reminder(channel: AlarmChannel, clock: Callable[[], datetime]) -> None
     timer = leases.claim(f"alarm-reminder:{channel}", now)
     if timer is None:
         return
+    leases.renew(timer, now + HOLD)  # A slow mail server takes longer than a lease.
     oldest, count = list_unacknowledged(now - every)
     failure = _deliver(channel, f"reminder:{now.isoformat()}", oldest, count, is_reminder=True) if oldest else ""
     if failure:

@@ -278,7 +278,7 @@ def watch_backend() -> None:
     """Query the secret backend's health for /metrics and the log. Nothing depends on the result."""
     health = secret_backend().health()
     if settings.IS_VAULT:
-        # Only here, where it is set again: a console that an operator opened once would report its last state forever.
+        # Only in this periodic task: a console process would keep the state that it last saw.
         meters.note_ready(health.ready)
     if not health.ready:
         _log.warning("the secret backend is not ready", extra={"why": health.detail})

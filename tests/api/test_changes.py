@@ -434,7 +434,7 @@ def test_invalid_query_is_refused(send: Send, query: dict[str, str]) -> None:
 def test_invalid_text_of_a_query_is_refused_with_what_is_accepted(send: Send) -> None:
     ids = "Use 1 to 100 key ids, of 16 letters and digits each, separated by commas."
     for path, query, detail in (
-        ("changes", {"reader": "my reader"}, "Use 1 to 40 of A-Z, a-z, 0-9, '.', '_' and '-'."),
+        ("changes", {"reader": "my reader"}, "Use 1 to 40 characters of A-Z, a-z, 0-9, '.', '_' and '-'."),
         ("changes", {"reader": "r", "after": "-1"}, "Use the `sequence` of the previous response, or omit it."),
         ("snapshot/keys", {"key_ids": "a b"}, ids),
     ):

@@ -158,7 +158,9 @@ class UtcField(forms.DateTimeField):
         try:
             return None if at is None else at.astimezone(UTC)
         except OverflowError as error:
-            raise forms.ValidationError("The time is out of range.") from error
+            raise forms.ValidationError(
+                "The time is out of range. Use a date between the years 1 and 9999 in UTC."
+            ) from error
 
 
 class RowLookup(ScopedField, _ModelChoiceField):

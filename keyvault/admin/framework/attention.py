@@ -30,7 +30,10 @@ MAX_DECIDABLE = 50
 """Maximum rows of an item that are read to check, row by row, whether the operator may decide."""
 
 _MAX_AUTHORIZED = 12
-"""The same where SQL selects nearly only rows that the operator may decide. Of more rows, all are counted unread."""
+"""Maximum rows that are checked one by one if SQL already selects nearly only rows that the operator may decide.
+
+If there are more, all count as decidable without a check.
+"""
 
 URGENT_TONES = frozenset({"alarm", "action"})
 """Tones of items that the operator can act on. The menu counts them."""

@@ -399,7 +399,7 @@ def _split(uses: Iterable[dict[str, object]]) -> list[list[dict[str, object]]]:
 def _refused_uses(error: CentralRefusedError) -> set[int]:
     """Return the numbers of the uses with a member that the service does not accept.
 
-    A fault of the times, of a use (`/uses/0`) or of the report (`/flushed_through`), counts for none: the clock may be
+    Faults of times are ignored, in a use (`/uses/0`) and in the report (`/flushed_through`): the clock may be
     corrected, and the report is sent again.
     """
     if "/flushed_through" in error.pointers:

@@ -270,7 +270,11 @@ def _text(length: int, *, may_be_blank: bool = False) -> Callable[[object], str 
 
 def _method(value: object) -> str | None:
     fault = _text(16)(value)
-    return fault if not isinstance(value, str) or _METHOD.fullmatch(value) else "Use 1 to 16 of A-Z, such as GET."
+    return (
+        fault
+        if not isinstance(value, str) or _METHOD.fullmatch(value)
+        else "Use 1 to 16 characters of A-Z, such as GET."
+    )
 
 
 def _address(value: object) -> str | None:

@@ -95,8 +95,8 @@ def _check_master_key() -> list[Finding]:
     try:
         unwrap_master_key(read_master_key_text())
     except ImproperlyConfigured as error:
-        cure = "Restore the Vault that wrapped it, or the settings of that Vault. No other key opens the keystore."
-        return [Finding("master key", f"It cannot be used: {error}.", cure)]
+        remedy = "Restore the Vault that wrapped it, or the settings of that Vault. No other key opens the keystore."
+        return [Finding("master key", f"It cannot be used: {error}.", remedy)]
     return []
 
 

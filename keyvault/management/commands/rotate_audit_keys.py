@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import CommandError
+
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.management.json_command import JsonCommand
@@ -12,16 +15,22 @@ from keyvault.services.recording.authorization import authorize
 
 class Command(JsonCommand):
     help = (
-        "Create a new version of each local key that signs the audit log's checkpoints. The service may run: the next "
-        "checkpoint is signed with it. Former versions verify earlier checkpoints, and no later ones."
+        "Create a new version of each local key that signs the audit log's checkpoints. The service may run: it signs "
+        "the next checkpoint with the new version. Former versions still verify earlier checkpoints. A later "
+        "checkpoint of a former version is refused. Processes of release 0.2.0 do not know versions: stop them first."
     )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        versions = rotate_signing_keys(authorize(HOST, Permission.INSTALLATION_MAINTAIN, now=self.now))
+        grant = authorize(HOST, Permission.INSTALLATION_MAINTAIN, now=self.now)
+        try:
+            versions = rotate_signing_keys(grant)
+        except ImproperlyConfigured as error:
+            raise CommandError(str(error)) from error
         return {
             "versions": versions,
             "next": [
-                "give the new public keys to whoever verifies exports: manage.py show_audit_keys",
+                "give auditors the new public keys: manage.py show_audit_keys",
                 "make a backup: earlier ones lack the new keys",
+                "write a new export of the revocations (manage.py export_revocations), and delete earlier ones",
             ],
         }

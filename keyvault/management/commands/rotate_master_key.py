@@ -17,10 +17,10 @@ from keyvault.services.secrets.master_key import rotate_master_key
 
 class Command(JsonCommand):
     help = (
-        "Encrypt the local keystore and the seeds of second factors again, under a new master key. Stop every process "
-        "of this host first; otherwise the command refuses. It checks first that all of them can be decrypted, and "
-        "otherwise changes nothing. If it is killed, run it again. Keep the former key: the command needs it until it "
-        "has ended, and so do earlier backups."
+        "Encrypt the local keystore and the seeds of active operators' second factors again, under a new master key. "
+        "Stop every process of this host first; otherwise the command refuses. It checks first that all of them can "
+        "be decrypted, and otherwise changes nothing. If it is killed, run it again. Keep the former key: the command "
+        "needs it until it has ended, and so do earlier backups."
     )
 
     def add_options(self, parser: CommandParser) -> None:
@@ -33,8 +33,8 @@ class Command(JsonCommand):
         parser.add_argument(
             "--wrap",
             action=BooleanOptionalAction,
-            help="whether the Vault makes the new key and wraps it with its key keyvault-wrapping-service/master "
-            "(default: like the present key)",
+            help="whether the Vault makes the new key and wraps it with the key `master` of the mount "
+            "<prefix>-wrapping-service (default: like the present key)",
         )
 
     def answer(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from django.db import IntegrityError as DatabaseIntegrityError
 from django.db import connection, transaction
-from django.db.models import F, OuterRef, Q, QuerySet, Subquery
+from django.db.models import F, Max, OuterRef, Q, QuerySet, Subquery
 from django.db.models.functions import Coalesce
 
 from keyvault.access.permissions import Permission
@@ -445,11 +445,24 @@ def _is_own(signed: SignedCheckpoint, keys: PublicKeys) -> bool:
     """
     if signed.signer != audit_signer().name(signed.scope):
         return False
-    before = find_checkpoint(signed.scope, signed.number - 1)
-    why = find_signature_fault(signed, keys) or (before and find_version_fault(signed, before))
+    why = find_signature_fault(signed, keys) or find_version_fault(signed, _highest_version_before(signed, keys))
     if why is not None:
         raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
     return True
+
+
+def _highest_version_before(signed: SignedCheckpoint, keys: PublicKeys) -> int:
+    """Return the highest version that signed an earlier checkpoint, if it is higher than the checkpoint's; 0: none.
+
+    The checkpoint before it may name another signer. The rows are read only after a rotation of the key, and until the
+    new version has signed.
+    """
+    if not any(version > signed.key_version for _, _, version in keys):
+        return 0
+    higher = AuditCheckpoint.objects.filter(
+        scope=signed.scope, signer=signed.signer, number__lt=signed.number, key_version__gt=signed.key_version
+    )
+    return higher.aggregate(highest=Max("key_version"))["highest"] or 0
 
 
 def find_newest_own(scope: str) -> SignedCheckpoint | None:

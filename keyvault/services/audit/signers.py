@@ -86,10 +86,16 @@ class LocalSigner:
     def rotate(self, scope: str) -> int:
         """Create the next version, which signs from now on, and return its number.
 
-        Raises BackendConflictError if another process creates it, and IntegrityError as `sign`.
+        Raises BackendConflictError if another process creates it, and IntegrityError if a key that has signed
+        checkpoints is gone.
         """
         stored = self.keystore.versions(Mount.AUDIT, _path(scope))
-        return self._put(scope, stored[-1].version) if stored else self._make(scope)[0]
+        if not stored:
+            return self._make(scope)[0]
+        newest = stored[-1].version
+        if AuditCheckpoint.objects.filter(scope=scope, signer=LOCAL, key_version__gt=newest).exists():
+            raise _gone_error(scope, f"version {newest + 1}")
+        return self._put(scope, newest)
 
     def _read(self, scope: str, version: int | None = None) -> tuple[int, Ed25519PrivateKey]:
         stored = self.keystore.read(Mount.AUDIT, _path(scope), version)
@@ -98,10 +104,7 @@ class LocalSigner:
     def _make(self, scope: str) -> tuple[int, Ed25519PrivateKey]:
         """Create the scope's key. Raises IntegrityError when a lost key has already signed checkpoints."""
         if AuditCheckpoint.objects.filter(scope=scope, signer=LOCAL).exists():
-            raise IntegrityError(
-                "The key that signs the audit log is gone.",
-                internal=f"the keystore has no audit-{scope}: restore the one that belongs to this database",
-            )
+            raise _gone_error(scope, "key")
         # On a conflict another worker was first; use its key.
         with suppress(BackendConflictError):
             self._put(scope, 0)
@@ -110,6 +113,13 @@ class LocalSigner:
     def _put(self, scope: str, newest: int) -> int:
         new_key = Plaintext(base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode())
         return self.keystore.put(Mount.AUDIT, _path(scope), new_key, {"scope": scope}, expected_version=newest)
+
+
+def _gone_error(scope: str, what: str) -> IntegrityError:
+    return IntegrityError(
+        "The key that signs the audit log is gone.",
+        internal=f"the keystore has no {what} of audit-{scope}: restore the one that belongs to this database",
+    )
 
 
 def _path(scope: str) -> str:

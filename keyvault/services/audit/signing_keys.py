@@ -4,11 +4,12 @@ from django.conf import settings
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
+from keyvault.backends.vault.layout import SCOPES, SIGNING_KEY, SecretsEngine
 from keyvault.domain.errors import RequestInvalidError
 from keyvault.services.audit.signers import LocalSigner
 from keyvault.services.peppers.ring import list_served_sets
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.secrets.backend import secret_backend
+from keyvault.services.secrets.backend import secret_backend, vault_layout
 
 
 def rotate_signing_keys(grant: Grant) -> dict[str, int]:
@@ -21,14 +22,15 @@ def rotate_signing_keys(grant: Grant) -> dict[str, int]:
         RequestInvalidError: the keys are in a Vault.
         IntegrityError: a key that has signed checkpoints is gone.
         BackendConflictError: another run was faster.
-        BackendUnavailableError, BackendInvalidError: the keystore cannot be used.
+        BackendUnavailableError, BackendInvalidError, ImproperlyConfigured: the keystore cannot be used.
     """
     if settings.IS_VAULT:
+        mount = vault_layout().mount(SecretsEngine.ANCHOR, "SCOPE")
         raise RequestInvalidError(
             "With KEYVAULT_BACKEND=vault the keys never leave the Vault, which rotates them: "
-            "bao write -f keyvault-anchor-SCOPE/keys/audit/rotate"
+            f"bao write -f {mount}/keys/{SIGNING_KEY}/rotate for each scope: {', '.join(SCOPES)}"
         )
+    signer = LocalSigner(secret_backend())
     with recorded(grant, Permission.INSTALLATION_MAINTAIN, "audit_keys.rotated"):
         pass
-    signer = LocalSigner(secret_backend())
     return {scope.value: signer.rotate(scope) for scope in list_served_sets()}

@@ -96,7 +96,7 @@ def _write_postgres(chunks: Iterable[bytes], *, is_replacing: bool) -> None:
     """Have `pg_restore` write its statements into the transaction of one `psql`.
 
     Its own `--clean` would fail for a database of a later schema, whose tables refer to those of the archive. `psql`
-    rolls back unless it is told to commit: after the end of a `pg_restore` that has succeeded.
+    commits only after `pg_restore` has succeeded; otherwise it rolls back.
     """
     _require_no_other_client()
     drop = _drop_statements() if is_replacing else ""
@@ -126,7 +126,7 @@ def _write_postgres(chunks: Iterable[bytes], *, is_replacing: bool) -> None:
             if failure is None:
                 statements.write(b"COMMIT;\n")
             statements.close()
-    # Raised last: if `psql` has failed, `pg_restore` only says that nobody reads its output.
+    # Raised last: if `psql` has failed, `pg_restore` reports only a broken pipe.
     if failure is not None:
         raise failure
 

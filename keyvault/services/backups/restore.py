@@ -82,8 +82,10 @@ def restore_backup(path: Path, passphrase: Plaintext, *, is_replacing: bool) -> 
     with work_folder() as folder, checked_archive(path, passphrase) as archive:
         manifest = archive.manifest
         check_fit(manifest)
-        if not is_replacing and not is_database_empty():
-            raise _not_empty_error(manifest["installation"])
+        if not is_database_empty():
+            if not is_replacing:
+                raise _not_empty_error(manifest["installation"])
+            _require_own_tables()
         keystore = "in the Vault" if settings.IS_VAULT else _restore_keystore(archive, folder)
         # Last: a database that is in place shows that the restore is complete.
         write_database(folder, archive.read(DATABASE), is_replacing=is_replacing)
@@ -106,13 +108,22 @@ def record_restore(grant: Grant, manifest: dict[str, Any]) -> None:
         ServiceProcess.objects.all().delete()
 
 
+def _require_own_tables() -> None:
+    """Raise StateConflictError for a database of another service: some of its tables may have the names of ours."""
+    if Installation._meta.db_table not in connection.introspection.table_names():
+        raise StateConflictError(
+            "The database has tables of another service, and none of this one. Restore into a database of its own."
+        )
+
+
 def _not_empty_error(installation: str) -> StateConflictError:
     again = ""
     with suppress(DatabaseError):  # It may be another service's database.
         if Installation.objects.filter(installation_id=installation).exists():
             again = "If a restore was interrupted, run it again with --replace. "
     return StateConflictError(
-        f"The database is not empty. {again}Restore into a new database, or add --replace, which deletes its rows."
+        f"The database is not empty. {again}Restore into a new database, or add --replace, which replaces the tables "
+        "of this service."
     )
 
 

@@ -26,7 +26,7 @@ RETRY_SECONDS = 1
 """Pause between attempts to reach a lost store, in seconds, so that not every request waits for its timeout."""
 
 _PROBE = Bucket("probe", "kv:limit:{probe}", Limit(1, 1))
-"""Bucket that only attempts to reach a lost store spend from."""
+"""Bucket for attempts to reach a lost store. Requests never spend from it."""
 
 _MAX_ADDRESSES = 50_000
 """Maximum client addresses kept in memory."""

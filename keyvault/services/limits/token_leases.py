@@ -87,7 +87,7 @@ class TokenLeaseRequest:
 
 
 class TokenLeases:
-    """Leases of one process, for at most `capacity` buckets: the oldest are evicted and their tokens lost."""
+    """Token leases of one process, for at most `capacity` buckets: the oldest are evicted and their tokens lost."""
 
     def __init__(
         self, now_us: Callable[[], int] = monotonic_us, life_us: int = LIFE_US, capacity: int = 100_000

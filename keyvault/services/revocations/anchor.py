@@ -258,7 +258,7 @@ def _write_segment(previous: str, lines: Sequence[Ended]) -> str:
 
 
 LAG = "revocations"
-"""Subject of the alarm about an anchor that lacks revocations. The alarm about a host's log has its name."""
+"""Subject of the alarm about an anchor that lacks revocations. For the alarm about a log it is the host's name."""
 
 
 def raise_anchor_alarm_once(subject: str, now: datetime, **details: JsonValue) -> None:

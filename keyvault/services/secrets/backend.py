@@ -36,12 +36,15 @@ def read_master_key_text() -> str:
 
 
 def open_keystore(folder: Path, master_key_text: str) -> LocalKeystore:
-    """Open a folder's keystore with a key, or a wrapped one; empty: that of the folder. Raises as `secret_backend`."""
+    """Open a folder's keystore. Raises the errors of `secret_backend`.
+
+    `master_key_text`: the key, or the wrapped one; empty: the text of the folder's `master.key`.
+    """
     return LocalKeystore(folder, master_key_text, unwrap_master_key)
 
 
 def unwrap_master_key(text: str) -> str:
-    """Return the master key of a key's text: as the Vault decrypts it, or the text itself if it is not wrapped.
+    """Return the master key: decrypted by the Vault if `text` is wrapped, else `text` itself.
 
     Raises ImproperlyConfigured if the Vault cannot decrypt it, BackendUnavailableError and BackendDeniedError.
     """

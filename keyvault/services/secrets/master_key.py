@@ -135,7 +135,7 @@ def _require_local(new_key_file: Path | None, should_wrap: bool | None) -> None:
 
 
 def _require_readable(keystore: Rekeying, *, is_begun: bool) -> None:
-    """Raise BackendInvalidError for an altered record, StateConflictError for second factors under neither key."""
+    """Raise BackendInvalidError for an altered record, StateConflictError for second factors that neither key opens."""
     if not is_begun:
         keystore.require_readable()
     usernames = set()
@@ -153,7 +153,7 @@ def _require_readable(keystore: Rekeying, *, is_begun: bool) -> None:
 
 
 def _list_second_factors() -> Iterator[list[Authenticator]]:
-    """Yield batches of rows. A disabled operator never signs in again, so that its seeds stay as they are."""
+    """Yield batches of rows of active operators. Disabled ones cannot be enabled again, so their seeds stay."""
     rows, last = Authenticator.objects.filter(user__is_active=True).select_related("user").order_by("pk"), 0
     while batch := list(rows.filter(pk__gt=last)[:BATCH]):
         last = batch[-1].pk

@@ -44,8 +44,9 @@ def rotate_session_key(grant: Grant, *, ends_sessions: bool) -> None:
     if not ends_sessions and find_recent_secret(fallback, SESSION_SECONDS) not in (None, former):
         raise StateConflictError(
             f"The key was replaced within the last {SESSION_SECONDS // 3600} hours, and another rotation would end the "
-            "sessions of the key before. A run that was killed is complete then: restart every server, with "
-            f"{KEY_NAME} and {FALLBACK_NAME} on each host. To end all sessions, use --end-sessions."
+            "sessions of the key before. The last rotation is complete, even if its run was killed. Copy "
+            f"{KEY_NAME} and {FALLBACK_NAME} to each host, and restart every server. To end all "
+            "sessions, use --end-sessions."
         )
     with recorded(grant, Permission.INSTALLATION_MAINTAIN, "session_key.rotated", ends_sessions=ends_sessions):
         pass

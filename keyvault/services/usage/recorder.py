@@ -247,7 +247,7 @@ class UsageLog(BackgroundThread):
         counted: list[Collection[Uses]] = [noted.values()]
         try:
             for take in self._counters:
-                counted.append(take())  # noqa: PERF401  earlier sources' counts are kept when a later source raises
+                counted.append(take())  # noqa: PERF401  earlier counts are kept when a later counter raises
         except Exception:
             self._keep(Report(self.reporter_id, 0, through, is_final, counted, used, mark))
             raise

@@ -145,8 +145,11 @@ class BackgroundThread(ABC):
         lower_priority()
         while not stop.wait(interval_seconds):
             with log_failure(_log, "a round of a background thread failed", thread_name=self.thread_name):
-                work()
-                close_old_connections()
+                try:
+                    work()
+                finally:
+                    # Also after a failure: a connection that the server has closed is never used again.
+                    close_old_connections()
 
 
 @dataclass(slots=True, eq=False)

@@ -78,7 +78,7 @@ def rotate_with_an_overlooked_client(context: DemoContext, fleet: Fleet, used: I
         *("--reason", "demo: an overlooked client", "--proof", "traffic", *plan_options(PLAN)),
     )
     rotation_id = made["rotation_id"]
-    report.step(f"the key is rotated again, {rotation_id}; the three backends switch to the replacement")
+    report.step(f"the key is rotated again, {rotation_id}; the three servers switch to the replacement")
     context.until(
         "the quarantine of the old key",
         lambda: _reached(rotation_id, RotationState.QUARANTINE),
@@ -134,7 +134,7 @@ def _counted(shown: dict[str, Any]) -> int:
 def _require_no_others(fleet: Fleet, job: OverlookedClient, counted: int) -> None:
     failures = failures_while_good(list(fleet.requests))
     if failures:
-        raise DemoError(f"A backend with a valid key was refused: {failures[0]}")
+        raise DemoError(f"A server with a valid key was refused: {failures[0]}")
     if job.codes != {QUARANTINED}:
         raise DemoError(f"{NAME} was refused for another reason: {', '.join(sorted(job.codes))}.")
     if counted != job.refusals:

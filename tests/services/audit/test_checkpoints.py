@@ -547,10 +547,14 @@ def test_local_signer_keys_of_the_scopes_differ_and_stay(written: Iterator[datet
 
 
 @pytest.mark.sqlite
+@pytest.mark.parametrize("between", [None, "other"])
 def test_rotated_local_keys_verify_earlier_checkpoints_and_sign_no_later_ones(
-    db: None, moments: Iterator[datetime], tmp_path: Any
+    db: None, moments: Iterator[datetime], tmp_path: Any, between: str | None
 ) -> None:
-    """Guarantee: after a leak of the signing key, a checkpoint that it signs is detected."""
+    """Guarantee: after a leak of the signing key, a checkpoint that it signs is detected.
+
+    `between`: the signer that a forged checkpoint before it names.
+    """
     with own_keystore(tmp_path):
         make_merchant("acme")
         for versions in ([], [1, 1]):
@@ -567,13 +571,20 @@ def test_rotated_local_keys_verify_earlier_checkpoints_and_sign_no_later_ones(
         assert (first_break(), off_host().first_broken) == (None, None)
 
         write()
+        if between:
+            _forge(signer=between)
         _forge(leaked)
         assert sign_due(next(moments)) == 0
-        why = "version 1 of the key signs it, after version 2"
-        assert f"sandbox checkpoint 4: {why}" in WorkLease.objects.get(subject=signing_lease("sandbox")).last_error
+        number, why = 5 if between else 4, "version 1 of the key signs it, after version 2"
+        error = WorkLease.objects.get(subject=signing_lease("sandbox")).last_error
+        assert f"sandbox checkpoint {number}: {why}" in error
         for found in (verify()["sandbox"].broken, off_host().first_broken):
-            assert found == Break("checkpoints:sandbox", 4, why)
+            fault = f"there is no public key of {between} (version 1) to check its signature with" if between else why
+            assert found == Break("checkpoints:sandbox", 4, fault)
 
+        secret_backend().destroy(Mount.AUDIT, "audit-sandbox", 2)
+        with pytest.raises(CommandError, match="signs the audit log is gone"):
+            call("rotate_audit_keys")
         with override_settings(IS_VAULT=True), pytest.raises(CommandError, match="the Vault, which rotates them"):
             call("rotate_audit_keys")
 
@@ -617,18 +628,19 @@ def _rewrite() -> None:
     AuditChain.objects.filter(name=CHAIN).update(head_hash=previous)
 
 
-def _forge(key: Ed25519PrivateKey | None = None) -> None:
+def _forge(key: Ed25519PrivateKey | None = None, signer: str = LOCAL) -> None:
     """Add a well-formed next checkpoint, signed with another key."""
     newest = checkpoints.find_newest("sandbox")
     assert newest is not None
-    body = checkpoint_bytes(Checkpoint("sandbox", 4, now(), newest.digest, checkpoints.read_heads("sandbox")))
+    number = newest.number + 1
+    body = checkpoint_bytes(Checkpoint("sandbox", number, now(), newest.digest, checkpoints.read_heads("sandbox")))
     AuditCheckpoint.objects.create(
         scope="sandbox",
-        number=4,
+        number=number,
         at=parse_checkpoint(body).at,
         body=body,
         signature=(key or Ed25519PrivateKey.generate()).sign(body),
-        signer=LOCAL,
+        signer=signer,
         key_version=1,
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
-from django.db import InterfaceError, OperationalError
+from django.db import InterfaceError, OperationalError, connection
 
 from keyvault.services.work import background_thread
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
@@ -268,3 +268,21 @@ def test_background_threads_are_all_told_to_stop_before_one_is_waited_for(monkey
     assert [reports.get(timeout=TIMEOUT_SECONDS) for _ in range(2)] == [False, False]
     child.join(TIMEOUT_SECONDS)
     assert child.exitcode == 0
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_background_thread_that_lost_its_connection_in_a_round_works_in_the_next(writer: Writer) -> None:
+    """Guarantee: after an outage of the database a thread continues without a restart of its process."""
+    done, rounds = threading.Event(), iter(range(1_000_000))
+
+    def work() -> None:
+        with connection.cursor() as cursor:
+            if next(rounds) == 0:
+                cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+            cursor.execute("SELECT 1")
+        done.set()
+
+    writer.work = work
+    writer.start()
+    assert done.wait(TIMEOUT_SECONDS)
