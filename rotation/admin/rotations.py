@@ -236,9 +236,7 @@ class RotationAdmin(ConsoleModelAdmin):
         return found
 
     def fetch_changes(self, rows: list[Any]) -> None:
-        # One query for rows without their keys, and one for those with: `rows_to_open` has them.
-        keys = Prefetch("predecessor", Key.objects.select_related("use"))
-        prefetch_related_objects(rows, keys, "predecessor__use")
+        prefetch_related_objects(rows, Prefetch("predecessor", Key.objects.select_related("use")))
 
     def find_row(self, request: HttpRequest, object_id: str) -> Any:
         """Load the rotation; its keys have its credential, which no list needs. Raises NotFoundError."""

@@ -7,6 +7,7 @@ approved by its own action and has its own audit entry, which names the combined
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -18,7 +19,14 @@ from django.utils.html import format_html
 
 from keyvault.access.permissions import Permission as P
 from keyvault.admin.framework.actions import ActionForm, ActionResult
-from keyvault.admin.framework.attention import MAX_DECIDABLE, MAX_ROWS, Attention, select_rows
+from keyvault.admin.framework.attention import (
+    MAX_DECIDABLE,
+    MAX_ROWS,
+    Attention,
+    AttentionQuery,
+    KeptQueries,
+    select_rows,
+)
 from keyvault.admin.framework.form_tokens import create_once, token_of
 from keyvault.admin.framework.four_eyes import OWN_REQUEST_NOTE, changes_table, requester_name
 from keyvault.admin.framework.menu import ConsolePage
@@ -37,6 +45,8 @@ _COMBINED = "combined_digest"
 
 _SESSION_OUTCOME = "approved_together"
 """Member of the session's data: the rows of the operator's last approval, each with its page, name and next step."""
+
+_queries = KeptQueries()
 
 _log = logging.getLogger(__name__)
 
@@ -88,11 +98,15 @@ def _model_admins(site: AdminSite, request: HttpRequest) -> Iterator[ConsoleMode
             yield each
 
 
+def _select(site: AdminSite, request: HttpRequest) -> AttentionQuery:
+    items = [item for each in _model_admins(site, request) for item in each.approval_items(request)]
+    return select_rows(request, items)
+
+
 def _find_groups(site: AdminSite, request: HttpRequest) -> Iterator[WaitingGroup]:
     """Yield the groups that have rows. One query counts all, and one more reads each group's first rows."""
-    items = [item for each in _model_admins(site, request) for item in each.approval_items(request)]
     selected = request.GET.getlist("select")
-    found, _ = select_rows(request, items).find()
+    found, _ = _queries.find("approvals", request, partial(_select, site, request)).find()
     decidable = [(item, ids, item.read_decidable(request, ids, MAX_DECIDABLE + 1)) for item, ids in found if ids]
     for model_admin in {item.model_admin for item, _, _ in decidable}:
         model_admin.fetch_changes(
@@ -149,16 +163,13 @@ class ReviewedRow:
 
     model_admin: ConsoleModelAdmin
     row: Any
+    url: str
     name: str
     environment: str
     requester: str
     changes: Table
     form: ActionForm
     fault: str
-
-    @property
-    def url(self) -> str:
-        return self.model_admin.url_of(self.row)
 
     @property
     def choice(self) -> str:
@@ -215,7 +226,7 @@ def _find_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> 
         if not ids or not any(action.name == "approve" for action in model_admin.row_actions):
             continue
         try:
-            rows = list(model_admin.rows_to_open(request).filter(pk__in=ids))
+            rows = list(model_admin.get_queryset(request).filter(pk__in=ids))
         except (ValueError, OverflowError):  # SQLite reads no number above its largest.
             raise NotFoundError("One of these requests does not exist.") from None
         model_admin.fetch_changes(rows)
@@ -226,6 +237,7 @@ def _review(request: HttpRequest, model_admin: ConsoleModelAdmin, row: Any) -> R
     return ReviewedRow(
         model_admin,
         row,
+        model_admin.url_of(row),
         model_admin.name_of(row),
         model_admin.environment_of_row(row),
         "" if model_admin.requester_person_of(row) is None else requester_name(row),

@@ -1,6 +1,7 @@
 """The lines of the overview: which of them are joined or left out."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ from keyvault.admin.framework.attention import (
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import Line
+from keyvault.admin.oversight import approvals
 from keyvault.admin.site import ConsoleSite
 from keyvault.models import IssuanceRequest
 from tests.admin.desk import set_up_desk
@@ -122,7 +124,7 @@ def test_query_has_no_time_and_no_row(environment: str, django_assert_num_querie
     site = cast(ConsoleSite, admin.site)
     for roles in (frozenset(Role), *(frozenset({role}) for role in Role)):
         operator = replace(OPERATOR, roles=roles)
-        for select in (site._select_overview, site._select_menu):
+        for select in (site._select_overview, site._select_menu, partial(approvals._select, site)):
             with django_assert_num_queries(0):
                 first, second = (select(request_of(operator, environment)) for _ in range(2))
             assert repr(first.statement) == repr(second.statement)
