@@ -109,20 +109,10 @@ def _mount_paths(layout: Layout, engine: SecretsEngine, scope: str) -> Iterator[
         yield "take out", f"{mount}/export/signing-key/{SIGNING_KEY}"
         return
     if engine is SecretsEngine.FACTORS:
-        yield "encrypt", f"{mount}/encrypt/{ENCRYPTION_KEY}"
-        yield "decrypt", f"{mount}/decrypt/{ENCRYPTION_KEY}"
-        yield "keys", f"{mount}/keys/{ENCRYPTION_KEY}"
-        yield "change", f"{mount}/keys/{ENCRYPTION_KEY}/config"
-        yield "take out", f"{mount}/export/encryption-key/{ENCRYPTION_KEY}"
+        yield from _encryption_paths(mount, ENCRYPTION_KEY)
         return
     if engine is SecretsEngine.WRAPPING:
-        yield "encrypt", f"{mount}/encrypt/{WRAPPING_KEY}"
-        yield "decrypt", f"{mount}/decrypt/{WRAPPING_KEY}"
-        yield "new wrapped", f"{mount}/datakey/wrapped/{WRAPPING_KEY}"
-        yield "new readable", f"{mount}/datakey/plaintext/{WRAPPING_KEY}"
-        yield "keys", f"{mount}/keys/{WRAPPING_KEY}"
-        yield "change", f"{mount}/keys/{WRAPPING_KEY}/config"
-        yield "take out", f"{mount}/export/encryption-key/{WRAPPING_KEY}"
+        yield from _encryption_paths(mount, WRAPPING_KEY)
         return
     place = {SecretsEngine.PEPPERS: PEPPER_PATH, SecretsEngine.EVIDENCE: CHECKPOINT_PATH}.get(engine, "0/probe")
     for kind in _KV_KINDS:
@@ -131,6 +121,16 @@ def _mount_paths(layout: Layout, engine: SecretsEngine, scope: str) -> Iterator[
         yield "newest", f"{mount}/data/{REVOCATIONS_PATH}"
         yield "segment", f"{mount}/data/{REVOCATIONS_PATH}/probe"
     yield "config", f"{mount}/config"
+
+
+def _encryption_paths(mount: str, key: str) -> Iterator[tuple[str, str]]:
+    yield "encrypt", f"{mount}/encrypt/{key}"
+    yield "decrypt", f"{mount}/decrypt/{key}"
+    yield "new wrapped", f"{mount}/datakey/wrapped/{key}"
+    yield "new readable", f"{mount}/datakey/plaintext/{key}"
+    yield "keys", f"{mount}/keys/{key}"
+    yield "change", f"{mount}/keys/{key}/config"
+    yield "take out", f"{mount}/export/encryption-key/{key}"
 
 
 def _server_paths(layout: Layout, role: VaultRole, scope: str) -> Iterator[str]:
