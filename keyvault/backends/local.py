@@ -108,7 +108,10 @@ class LocalKeystore:
             connection.executescript(SCHEMA)
             check = connection.execute("SELECT nonce, sealed FROM master_key_check").fetchone()
             if connection.execute("SELECT only FROM master_key_rotation").fetchone() is not None:
-                raise ImproperlyConfigured(_unfinished(self._file))
+                raise ImproperlyConfigured(
+                    f"a rotation of the master key of {self._file} is unfinished; "
+                    "run again: manage.py rotate_master_key"
+                )
         text = master_key_text or read_or_make_master_key(folder / "master.key", may_make=check is None)
         self._cipher = AESGCM(parse_master_key(unwrap(text)))
         self._check_master_key(check)
@@ -291,10 +294,6 @@ class LocalKeystore:
 def open_lock(folder: Path) -> int:
     """Return a descriptor of the file that open keystores lock."""
     return os.open(folder / f"{KEYSTORE_NAME}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-def _unfinished(file: Path) -> str:
-    return f"a rotation of the master key of {file} is unfinished; run again: manage.py rotate_master_key"
 
 
 def _lock_shared(folder: Path) -> int:
