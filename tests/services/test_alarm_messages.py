@@ -301,6 +301,24 @@ def test_reminder_counts_all_and_lists_the_oldest(scene: Scene, hook: Receiver, 
     assert (sent["data"]["count"], len(sent["data"]["alarms"])) == (MAX_LISTED + 2, MAX_LISTED)
 
 
+def test_reminder_that_takes_longer_than_a_lease_is_sent_by_one_process(
+    scene: Scene, hook: Receiver, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raise_alarm(scene)
+    send_due(clock)
+    clock.tick(REPEAT)
+    deliver, others = alarm_messages._deliver, []
+
+    def slowly(*arguments: Any, **options: Any) -> str:
+        clock.tick(60)
+        others.append(leases.claim("alarm-reminder:webhook", clock()))
+        return deliver(*arguments, **options)
+
+    monkeypatch.setattr(alarm_messages, "_deliver", slowly)
+    send_due(clock)
+    assert (others, len(messages(hook))) == ([None], 2)
+
+
 def test_failed_reminder_is_repeated(scene: Scene, hook: Receiver, clock: Clock) -> None:
     raise_alarm(scene)
     send_due(clock)

@@ -6,7 +6,7 @@ import pytest
 from psycopg import pq
 
 from keyvault.domain.errors import StateConflictError
-from keyvault.services.backups import databases
+from keyvault.services.backups import databases, restore
 
 SECRETS = {option.keyword.decode() for option in pq.Conninfo.get_defaults() if option.dispchar == b"*"}
 
@@ -29,3 +29,14 @@ def test_other_secret_of_libpq_is_refused_because_the_list_of_processes_would_sh
     with pytest.raises(StateConflictError, match=name) as refused:
         databases._read_conninfo()
     assert "swordfish" not in str(refused.value)
+
+
+def test_database_of_another_service_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its tables may have names of ours, such as `django_migrations`."""
+    tables = ["django_migrations", "shop_order"]
+    introspection = SimpleNamespace(table_names=lambda: tables)
+    monkeypatch.setattr(restore, "connection", SimpleNamespace(introspection=introspection))
+    with pytest.raises(StateConflictError, match="another service"):
+        restore._require_own_tables()
+    tables.append("keyvault_installation")
+    restore._require_own_tables()
