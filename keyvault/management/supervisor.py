@@ -89,12 +89,15 @@ class _Child:
     """A program and its current process, if any."""
 
     program: Program
-    log: Path
+    log: Path | None
     process: "subprocess.Popen[bytes] | None" = None
     descriptor: int = -1
     started_at: float = 0.0
     due_at: float = 0.0
     next_pause: float = FIRST_PAUSE_SECONDS
+
+    def log_place(self) -> str:
+        return "" if self.log is None else f" Log: {self.log}"
 
     def has_ended(self) -> bool:
         """Return whether the process has exited. It is not reaped, so the kernel cannot reuse its process group id."""
@@ -125,15 +128,15 @@ def _write_line(line: str) -> None:
 class Supervisor:
     """A context manager that starts the programs on entry and stops them on exit, the last one first.
 
-    Their output goes to `<logs>/<name>.log`, readable by its owner only. The supervising process calls
-    `restart_ended` often, always in the main thread: the kernel treats the end of the thread that started a program
-    as the death of its parent.
+    Their output goes to `<logs>/<name>.log`, readable by its owner only, or to this process's own (`logs` None). The
+    supervising process calls `restart_ended` often, always in the main thread: the kernel treats the end of the thread
+    that started a program as the death of its parent.
     """
 
     programs: Sequence[Program]
     environ: Mapping[str, str]
     folder: Path
-    logs: Path
+    logs: Path | None
     report: Callable[[str], None] = _write_line
     stops_together: bool = False
     """Stop all programs simultaneously: for independent programs that need time to stop."""
@@ -141,8 +144,9 @@ class Supervisor:
 
     def __enter__(self) -> Self:
         _require_main_thread()
-        ensure_private_directory(self.logs)
-        self._children = [_Child(program, self.logs / f"{program.name}.log") for program in self.programs]
+        if self.logs is not None:
+            ensure_private_directory(self.logs)
+        self._children = [_Child(program, self._log_of(program.name)) for program in self.programs]
         try:
             for child in self._children:
                 self._start(child)
@@ -162,13 +166,17 @@ class Supervisor:
         )
 
     def log_tail(self, name: str) -> str:
-        """Return the last 15 lines of a program's log, redacted again for the terminal."""
-        path = self.logs / f"{name}.log"
-        with suppress(FileNotFoundError), path.open("rb") as file:
+        """Return the last 15 lines of a program's log file, redacted again for the terminal."""
+        path = self._log_of(name)
+        if path is None or not path.exists():
+            return ""
+        with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 20_000))
             text = file.read().decode(errors="replace")
-            return redact("\n".join(text.splitlines()[-15:]))
-        return ""
+        return redact("\n".join(text.splitlines()[-15:]))
+
+    def _log_of(self, name: str) -> Path | None:
+        return None if self.logs is None else self.logs / f"{name}.log"
 
     def restart_ended(self) -> None:
         """Report programs that exited and restart them after their pause. Does not block."""
@@ -181,7 +189,7 @@ class Supervisor:
                 child.due_at = now + pause
                 exit_status = _format_status(child.reap())
                 self.report(
-                    f"{child.program.name} has exited ({exit_status}); it restarts in {pause:.0f} s. Log: {child.log}"
+                    f"{child.program.name} has exited ({exit_status}); it restarts in {pause:.0f} s.{child.log_place()}"
                 )
             if child.process is None and time.monotonic() >= child.due_at:
                 self._start(child)
@@ -209,11 +217,12 @@ class Supervisor:
                 os.kill(child.process.pid, signal.SIGTERM)
                 select.select([child.descriptor], [], [], max(0.0, deadline - time.monotonic()))
                 if not child.has_ended():
-                    self.report(f"{child.program.name} did not stop in time and is killed. Log: {child.log}")
+                    self.report(f"{child.program.name} did not stop in time and is killed.{child.log_place()}")
                 child.reap()
 
     def _start(self, child: _Child) -> None:
-        log = os.open(child.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        log = None if child.log is None else os.open(child.log, flags, 0o600)
         try:
             child.process = start_child_process(
                 child.program.command,
@@ -224,7 +233,8 @@ class Supervisor:
                 descriptors=child.program.descriptors,
             )
         finally:
-            os.close(log)
+            if log is not None:
+                os.close(log)
         child.descriptor = os.pidfd_open(child.process.pid)
         child.started_at = time.monotonic()
 

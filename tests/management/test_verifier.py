@@ -121,9 +121,9 @@ def test_verifier_serves_from_every_process_restarts_dead_ones_and_stops_on_sigt
     assert on_port.process.wait(60) == 0
     assert are_gone(started)
     require_free_address(*place)
-    logs = {path.name: path.read_text() for path in (data / "logs").iterdir()}
-    assert set(logs) == {"verifier-1.log", "verifier-2.log"}
-    assert [name for name, text in logs.items() if "Traceback" in text] == []
+    # Log lines go to stderr, where systemd and containers collect and bound them, and to no file.
+    assert not (data / "logs").exists()
+    assert "Traceback" not in on_port.stderr
 
 
 @pytest.mark.timeout(240)
@@ -235,4 +235,4 @@ def test_verifier_that_cannot_serve_reports_why_and_leaves_no_process(tmp_path: 
     assert process.returncode == 1
     output = (tmp_path / "stderr").read_text()
     assert "verifier-1 has exited." in output
-    assert "the database is not set up; run: manage.py setup" in output  # the end of its log
+    assert "the database is not set up; run: manage.py setup" in output

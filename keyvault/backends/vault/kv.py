@@ -165,8 +165,17 @@ class VaultBackend:
 
     def _call_factors(self, operation: str, body: dict[str, str]) -> Any:
         (scope,) = scopes_of(SecretsEngine.FACTORS)
-        url = f"/v1/{self.layout.mount(SecretsEngine.FACTORS, scope)}/{operation}/{ENCRYPTION_KEY}"
-        return self.client(VaultRole.FACTORS, scope).call(lambda client: client.adapter.post(url, json=body))
+        return self.call_transit(VaultRole.FACTORS, SecretsEngine.FACTORS, scope, f"{operation}/{ENCRYPTION_KEY}", body)
+
+    def call_transit(
+        self, role: VaultRole, engine: SecretsEngine, scope: str, operation: str, body: dict[str, Any]
+    ) -> Any:
+        """Return the reply of a Transit operation, `<operation>/<key>`.
+
+        Raises BackendUnavailableError, BackendDeniedError, BackendInvalidError.
+        """
+        url = f"/v1/{self.layout.mount(engine, scope)}/{operation}"
+        return self.client(role, scope).call(lambda client: client.adapter.post(url, json=body))
 
     def health(self) -> Health:
         return read_health(self.server)

@@ -23,8 +23,7 @@ class Signature:
 def sign(backend: VaultBackend, scope: str, message: bytes) -> Signature:
     """Sign a message. Raises BackendUnavailableError, BackendDeniedError, BackendInvalidError."""
     body = {"input": base64.b64encode(message).decode()}
-    url = f"/v1/{backend.layout.mount(SecretsEngine.ANCHOR, scope)}/sign/{SIGNING_KEY}"
-    answer = backend.client(VaultRole.ANCHOR, scope).call(lambda client: client.adapter.post(url, json=body))
+    answer = backend.call_transit(VaultRole.ANCHOR, SecretsEngine.ANCHOR, scope, f"sign/{SIGNING_KEY}", body)
     with parsing_reply("signature"):
         _, version, text = answer["data"]["signature"].split(":")
         return Signature(base64.b64decode(text, validate=True), int(version.removeprefix("v")))
@@ -55,5 +54,5 @@ def make_wrapped_master_key(backend: VaultBackend) -> str:
 
 def _call_wrapping(backend: VaultBackend, operation: str, body: dict[str, Any]) -> Any:
     (scope,) = scopes_of(SecretsEngine.WRAPPING)
-    url = f"/v1/{backend.layout.mount(SecretsEngine.WRAPPING, scope)}/{operation}/{WRAPPING_KEY}"
-    return backend.client(VaultRole.UNWRAPPER, scope).call(lambda client: client.adapter.post(url, json=body))
+    path = f"{operation}/{WRAPPING_KEY}"
+    return backend.call_transit(VaultRole.UNWRAPPER, SecretsEngine.WRAPPING, scope, path, body)

@@ -25,7 +25,6 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import HOST
 from keyvault.backends import meters
 from keyvault.backends.base import BackendConflictError, BackendMissingError, Mount
-from keyvault.backends.central import CentralUnavailableError
 from keyvault.domain.digests import PEPPER_BYTES, PEPPER_SET, Peppers, PepperSet
 from keyvault.domain.errors import IntegrityError, KeyvaultError, NotFoundError, VerifierStaleError
 from keyvault.domain.plaintext import Plaintext
@@ -34,7 +33,7 @@ from keyvault.services.peppers.installation import LABEL, ensure_installation, i
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.backend import secret_backend
-from keyvault.services.work.background_thread import forget_at_fork
+from keyvault.services.work.background_thread import forget_at_fork, log_failure
 
 _log = logging.getLogger(__name__)
 
@@ -184,13 +183,10 @@ class PepperRing:
 
     def _try_refresh(self) -> None:
         try:
-            for pepper_set in self._missing():
-                self(pepper_set)
-            self.refresh()
-        except CentralUnavailableError as error:
-            _log.warning("the peppers could not be refreshed", extra={"why": error})
-        except Exception:  # noqa: BLE001  the next refresh tries again
-            _log.exception("the peppers could not be refreshed")
+            with log_failure(_log, "the peppers could not be refreshed"):  # the next refresh tries again
+                for pepper_set in self._missing():
+                    self(pepper_set)
+                self.refresh()
         finally:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             connections.close_all()  # this thread's own

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from django.db import InterfaceError, OperationalError, close_old_connections, connections
 
-from keyvault.backends.central import CentralUnavailableError
+from keyvault.domain.errors import DependencyUnavailableError
 from keyvault.services.work.thread_priority import lower_priority
 
 _log = logging.getLogger(__name__)
@@ -63,12 +63,14 @@ def stop_at_exit(request: Callable[[], None], stop: Callable[[], None]) -> None:
 def log_failure(log: logging.Logger, failure: str, *, outage: str | None = None, **fields: object) -> Iterator[None]:
     """Log a failure of the block and go on.
 
-    Logs a warning when the database, or a region's central service, is unavailable (`outage`, by default `failure`),
-    and a traceback otherwise.
+    Logs a warning when the database or another dependency is unavailable (`outage`, by default `failure`), and a
+    traceback otherwise.
     """
     try:
         yield
-    except (OperationalError, InterfaceError, CentralUnavailableError) as error:
+    except DependencyUnavailableError as error:
+        log.warning(outage or failure, extra={"why": error.internal or error.detail, **fields})
+    except (OperationalError, InterfaceError) as error:
         log.warning(outage or failure, extra={"why": error, **fields})
     except Exception:
         log.exception(failure, extra=fields)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 from django.db import InterfaceError, OperationalError, connection
 
+from keyvault.backends.base import BackendUnavailableError
 from keyvault.services.work import background_thread
 from keyvault.services.work.background_thread import BackgroundThread, forget_at_fork, log_failure
 from tests.services.racing import TIMEOUT_SECONDS
@@ -175,6 +176,14 @@ def test_failure_of_the_database_is_a_line_and_any_other_has_its_traceback(
         ("ERROR", "not written", True),
     ]
     assert str(caplog.records[0].__dict__["why"]) == "away"
+
+
+def test_failure_of_another_dependency_is_a_line_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    with log_failure(logging.getLogger("tests.background"), "not read"):
+        raise BackendUnavailableError("Try again.", internal="the secrets manager is sealed")
+    (record,) = caplog.records
+    assert (record.levelname, record.message, record.exc_info) == ("WARNING", "not read", None)
+    assert vars(record)["why"] == "the secrets manager is sealed"
 
 
 def test_failure_that_ends_the_process_is_not_caught() -> None:
