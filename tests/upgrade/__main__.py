@@ -6,7 +6,7 @@ Two releases run side by side on one PostgreSQL, one Redis and one data folder. 
 `releases.toml`, or this tree in a checkout without history. The new one is a copy of this tree with a migration of each
 kind (`rehearsal`). In the order `upgrade` the new one migrates, joins and replaces the old one. In the order
 `roll-back` the old one then joins again and replaces the new one, on the new schema. Clients send requests to every
-server in service.
+server and dedicated verifier in service.
 
 Exit 1 if a request was not answered 2xx, a verdict was wrong, a process exited by itself, or a log has a traceback.
 Both sides use the packages of this environment.
@@ -82,7 +82,7 @@ def _play(order: str, size: Size) -> bool:
         old.manage("setup")
         installation = _fill(old, database_url, size, sides := [old])
         old.start()
-        with Traffic(installation, size.rate, (old.port,)) as traffic:
+        with Traffic(installation, size.rate, (old.port,), (old.verifier_port,)) as traffic:
             course = _Course(traffic, old, new, sides, size.seconds)
             course.upgrade()
             if order == ROLL_BACK:
@@ -174,7 +174,10 @@ class _Course:
         for fault in (*tally.failures, *exits):
             _tell(f"  FAILED  {fault}")
         kinds = ", ".join(f"{what} {number:,}" for what, number in tally.requests.most_common())
-        shares = ", ".join(f"{side.name} {tally.by_port[side.port]:,}" for side in sides)
+        shares = ", ".join(
+            f"{side.name} {tally.by_port[side.port]:,} and its verifier {tally.by_port[side.verifier_port]:,}"
+            for side in sides
+        )
         _tell(f"requests: {kinds}\nanswered by: {shares}\nmigrations: {', '.join(self._migrated)}")
         _tell(f"migrations that gave way to other transactions: {self._new.count_in_logs('gave way')}")
         sent, seconds = sum(tally.requests.values()), self._traffic.seconds
@@ -212,11 +215,13 @@ class _Course:
     def _join(self, side: Side) -> None:
         side.start()
         self._traffic.ports = (*self._traffic.ports, side.port)
+        self._traffic.verifiers = (*self._traffic.verifiers, side.verifier_port)
         self._issuing.append(side)
 
     def _leave(self, side: Side) -> None:
         self._issuing.remove(side)
-        self._traffic.take_out(side.port)
+        for port in (side.port, side.verifier_port):
+            self._traffic.take_out(port)
         side.stop()
 
 

@@ -1,4 +1,4 @@
-"""A release in a folder of its own, and its processes: server, worker and beat, on the data of the installation."""
+"""A release in a folder of its own, and its processes on the data of the installation."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keyvault.management import service
-from keyvault.management.supervisor import Supervisor
+from keyvault.management.supervisor import Program, Supervisor
 from tests.environment import ROOT
 from tests.servers.throwaway import free_port
 from tests.upgrade.rehearsal import copy_rehearsal
@@ -60,10 +60,10 @@ def copy_commit(commit: str, to: Path) -> Path:
 
 
 class Side:
-    """One release. Its processes are started, stopped and watched in the main thread."""
+    """One release: server, dedicated verifier, worker and beat, started, stopped and watched in the main thread."""
 
     def __init__(self, name: str, tree: Path, logs: Path, environ: Mapping[str, str]) -> None:
-        self.name, self.tree, self.port = name, tree, free_port()
+        self.name, self.tree, self.port, self.verifier_port = name, tree, free_port(), free_port()
         self.exits: list[str] = []
         self._logs = logs / name
         self._environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(self._logs / "metrics")}
@@ -93,10 +93,17 @@ class Side:
         return answer
 
     def start(self) -> None:
-        """Return when its server is ready. Raises ServiceError."""
-        programs = [service.server_program(self.port), service.worker_program(), service.beat_program()]
+        """Return when its server and its verifier are ready. Raises ServiceError."""
+        verifier = (sys.executable, "-m", "keyvault.project.verifier", "--port", str(self.verifier_port), "--ready", "2")
+        programs = [
+            service.server_program(self.port),
+            Program("verifier", verifier),
+            service.worker_program(),
+            service.beat_program(),
+        ]
         self._service = Supervisor(programs, self._environ, self.tree, self._logs, self.exits.append).__enter__()
-        service.wait_until_ready(self._service, self.port)
+        for port in (self.port, self.verifier_port):
+            service.wait_until_ready(self._service, port)
 
     def look(self) -> None:
         """Restart what has exited by itself, which counts as a failure."""

@@ -1,7 +1,8 @@
 """Clients behind a load balancer: every request goes to one of the ports in service, and every answer is judged.
 
-Requests are sent at a fixed rate, whether earlier ones have been answered or not. Most of them verify a key; some read
-an order or create one. Beside them keys are issued, used, revoked, and refused, one after the other.
+Requests are sent at a fixed rate, whether earlier ones have been answered or not. Most of them verify a key, at a
+server or at a dedicated verifier; some read an order or create one. Beside them keys are issued, used, revoked, and
+refused, one after the other.
 """
 
 import asyncio
@@ -67,13 +68,16 @@ class _Connection:
 
 
 class Traffic:
-    """Entered and left like a file; runs in a thread of its own until then. `ports` may be set at any time.
+    """Entered and left like a file; runs in a thread of its own until then.
 
+    `ports`: of the servers; `verifiers`: ports that only verify. Both may be set at any time.
     `rate`: requests a second to be sent. `seconds`: how long they were sent, once it is left.
     """
 
-    def __init__(self, installation: Installation, rate: int, ports: tuple[int, ...]) -> None:
-        self.ports, self.tally, self.rate, self.seconds = ports, Tally(), rate, 0.0
+    def __init__(
+        self, installation: Installation, rate: int, ports: tuple[int, ...], verifiers: tuple[int, ...]
+    ) -> None:
+        self.ports, self.verifiers, self.tally, self.rate, self.seconds = ports, verifiers, Tally(), rate, 0.0
         self._installation, self._began = installation, 0.0
         self._idle: dict[int, list[_Connection]] = {}
         self._under_way: Counter[int] = Counter()
@@ -99,6 +103,7 @@ class Traffic:
         A server that is started again at the port does not know the connections of the one before.
         """
         self.ports = tuple(other for other in self.ports if other != port)
+        self.verifiers = tuple(other for other in self.verifiers if other != port)
         while self._under_way[port]:
             time.sleep(0.01)
         for connection in self._idle.pop(port, []):
@@ -152,14 +157,19 @@ class Traffic:
             await asyncio.sleep(LIFE_PAUSE_SECONDS)
 
     async def _verify_everywhere(self, key: str, code: str | None = None) -> None:
-        for port in self.ports:
-            if port in self.ports:  # it may have been taken out since the loop began
+        for port in self._verifying:
+            if port in self._verifying:  # it may have been taken out since the loop began
                 await self._verify(key, code, port)
+
+    @property
+    def _verifying(self) -> tuple[int, ...]:
+        return (*self.ports, *self.verifiers)
 
     async def _verify(self, key: str, code: str | None = None, port: int | None = None) -> None:
         body = {"key": key, "environment": "sandbox", "endpoint": "orders.retrieve", "client_ip": "198.51.100.7"}
         headers = {"Authorization": f"Bearer {self._installation.token}"}
-        answer = await self._send("verify a key", "POST", "/v1/keys/verify", headers, body, port)
+        chosen = port if port is not None else self._take_turn(self._verifying)
+        answer = await self._send("verify a key", "POST", "/v1/keys/verify", headers, body, chosen)
         if answer is not None and answer["code"] != code:
             self.tally.fail(f"verify a key: the code is {answer['code']}, not {code}")
 
@@ -173,7 +183,7 @@ class Traffic:
         port: int | None = None,
     ) -> dict[str, Any] | None:
         """Return the body of a 2xx; count everything else as a failure and return None."""
-        chosen = port if port is not None else self.ports[next(self._numbers) % len(self.ports)]
+        chosen = port if port is not None else self._take_turn(self.ports)
         self._under_way[chosen] += 1
         sent_at = time.monotonic()
         try:
@@ -191,6 +201,9 @@ class Traffic:
             self.tally.by_port[chosen] += 1
             self.tally.slowest_seconds = max(self.tally.slowest_seconds, time.monotonic() - sent_at)
         return None
+
+    def _take_turn(self, ports: tuple[int, ...]) -> int:
+        return ports[next(self._numbers) % len(ports)]
 
     def _write(self, method: str, path: str, headers: dict[str, str], body: dict[str, Any] | None) -> bytes:
         content = b"" if body is None else json.dumps(body).encode()
@@ -210,7 +223,7 @@ class Traffic:
         except BaseException:
             connection.writer.close()
             raise
-        if port in self.ports and fields.get("connection", "") != "close":
+        if port in self._verifying and fields.get("connection", "") != "close":
             connection.used_at = time.monotonic()
             self._idle.setdefault(port, []).append(connection)
         else:
