@@ -94,7 +94,15 @@ class Side:
 
     def start(self) -> None:
         """Return when its server and its verifier are ready. Raises ServiceError."""
-        verifier = (sys.executable, "-m", "keyvault.project.verifier", "--port", str(self.verifier_port), "--ready", "2")
+        verifier = (
+            sys.executable,
+            "-m",
+            "keyvault.project.verifier",
+            "--ready",
+            "2",
+            "--port",
+            str(self.verifier_port),
+        )
         programs = [
             service.server_program(self.port),
             Program("verifier", verifier),
