@@ -65,7 +65,7 @@ def parts() -> list[Part]:
     ]
 
 
-RECORDED = (FOLDER / "2026-11-22-intel-xeon-x2.json", FOLDER / "2026-11-28-intel-xeon-x2.json")
+RECORDED = (FOLDER / "2026-11-28-intel-xeon-x2.json", FOLDER / "2026-11-28-amd-epyc-x2.json")
 """The runs of `make bench` whose figures the README shows."""
 
 _SHOWN = (
