@@ -41,7 +41,7 @@ PYTEST_FOLDER = "PYTEST_DEBUG_TEMPROOT"
 
 
 @dataclass(frozen=True)
-class Place:
+class SuitePlace:
     """Where this process tests: its data directory, its database, and whether it is the run's controller."""
 
     database: str
@@ -67,7 +67,7 @@ def chosen_database() -> str:
     return database
 
 
-def lay() -> Place:
+def lay() -> SuitePlace:
     """Set this process's environment and say what it is; a developer's own settings do not survive it."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     folder = Path(os.environ[FOLDER]) if worker else _new_run()
@@ -85,7 +85,7 @@ def lay() -> Place:
     os.environ["KEYVAULT_DATA_DIR"] = str(data_dir)
     os.environ["KEYVAULT_DATABASE_URL"] = url
     os.environ["DJANGO_SETTINGS_MODULE"] = SETTINGS
-    return Place(database, name, url, data_dir, is_controller=worker is None)
+    return SuitePlace(database, name, url, data_dir, is_controller=worker is None)
 
 
 def _new_run() -> Path:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 
-from .environment import POSTGRES_URL, ROOT, Place
+from .environment import POSTGRES_URL, ROOT, SuitePlace
 
 NAME = "keyvault_template"
 KEPT = ROOT / ".pytest_cache" / "migrated"
@@ -45,7 +45,7 @@ def make_migrated_data_folder(folder: Path) -> None:
     copy_sqlite_template(folder / "keyvault.sqlite3")
 
 
-def name_of_postgres_template(place: Place) -> str:
+def name_of_postgres_template(place: SuitePlace) -> str:
     """Return the name of the run's database for CREATE DATABASE ... TEMPLATE."""
     folder = place.data_dir.parent
     done = Path(folder, "template-migrated")

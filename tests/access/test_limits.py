@@ -55,7 +55,7 @@ def visits(draw: st.DrawFn) -> tuple[Limit, list[Request]]:
 
 
 @dataclass
-class Tokens:
+class TextbookBucket:
     """The token bucket of the textbook."""
 
     limit: Limit
@@ -92,7 +92,7 @@ def admitted_in_excess(limit: Limit, admitted: list[tuple[int, int]]) -> list[tu
 def test_spend_agrees_with_a_token_bucket_that_never_rounds(visit: tuple[Limit, list[Request]]) -> None:
     """The bucket neither creates nor loses a token, and its reported state is exact."""
     limit, requests = visit
-    tokens, state, now_us = Tokens(limit, Fraction(limit.count), NOW_US), None, NOW_US
+    tokens, state, now_us = TextbookBucket(limit, Fraction(limit.count), NOW_US), None, NOW_US
     for gap_us, cost in requests:
         now_us += gap_us
         tokens.refill(now_us)

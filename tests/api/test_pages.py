@@ -26,7 +26,7 @@ SANDBOX, PRODUCTION = Environment.SANDBOX, Environment.PRODUCTION
 
 
 @dataclass(frozen=True)
-class Rows:
+class PagedList:
     """One list. `filters`: a filter by a column of the rows, and the environment of the rows that it finds."""
 
     path: str
@@ -52,8 +52,8 @@ def make_rotation(place: Account, at: datetime) -> str:
 
 
 LISTS = (
-    Rows("/v1/credentials", "credentials", "credential_id", P.KEYS_READ, make_credential, {"kind=public": None}),
-    Rows(
+    PagedList("/v1/credentials", "credentials", "credential_id", P.KEYS_READ, make_credential, {"kind=public": None}),
+    PagedList(
         "/v1/issuance-requests",
         "issuance_requests",
         "issuance_request_id",
@@ -61,7 +61,7 @@ LISTS = (
         make_request,
         {"state=approved": SANDBOX, "state=pending": PRODUCTION, "state=issued": None},
     ),
-    Rows(
+    PagedList(
         "/v1/rotations",
         "rotations",
         "rotation_id",
@@ -74,7 +74,7 @@ LISTS = (
 lists = pytest.mark.parametrize("rows", LISTS, ids=[rows.member for rows in LISTS])
 
 
-def read(call: Call, rows: Rows, query: str = "", **headers: str) -> list[str]:
+def read(call: Call, rows: PagedList, query: str = "", **headers: str) -> list[str]:
     """Return the ids of all pages."""
     found: list[str] = []
     cursor: str | None = ""
@@ -94,7 +94,7 @@ def bearer(*permissions: P, **options: Any) -> dict[str, str]:
 
 
 @lists
-def test_list_is_filtered_by_merchant_environment_and_state_and_paged(call: Call, rows: Rows) -> None:
+def test_list_is_filtered_by_merchant_environment_and_state_and_paged(call: Call, rows: PagedList) -> None:
     """Each row is on exactly one page, the newest first, also among rows of the same time and of several accounts."""
     earlier = now() - timedelta(minutes=1)
     acme, globex, live = account("acme"), account("globex"), account("acme", PRODUCTION)
@@ -117,7 +117,7 @@ def test_list_is_filtered_by_merchant_environment_and_state_and_paged(call: Call
 
 
 @lists
-def test_list_of_a_scoped_token_has_only_its_merchants(call: Call, rows: Rows) -> None:
+def test_list_of_a_scoped_token_has_only_its_merchants(call: Call, rows: PagedList) -> None:
     """Another merchant's rows are absent, as if they did not exist; another environment is refused."""
     rows.make(account("acme"), now())
     own = rows.make(account("globex"), now())
@@ -132,7 +132,7 @@ def test_list_of_a_scoped_token_has_only_its_merchants(call: Call, rows: Rows) -
 
 
 @lists
-def test_page_takes_as_many_queries_for_many_rows_as_for_one(call: Call, rows: Rows) -> None:
+def test_page_takes_as_many_queries_for_many_rows_as_for_one(call: Call, rows: PagedList) -> None:
     place = account("acme")
     call("GET", rows.path)  # a process loads its peppers once
     counts = []
@@ -154,7 +154,7 @@ def test_page_takes_as_many_queries_for_many_rows_as_for_one(call: Call, rows: R
         for text in ("../etc", "1.crd_short", "x.crd_00000000000000000000", "9" * 17 + ".crd_" + "0" * 20)
     ],
 )
-def test_list_with_an_invalid_query_is_refused(call: Call, rows: Rows, query: str) -> None:
+def test_list_with_an_invalid_query_is_refused(call: Call, rows: PagedList, query: str) -> None:
     answer = call("GET", f"{rows.path}?{query}")
     assert (answer.status_code, answer.body["code"]) == (400, "request_invalid")
     assert answer.body["errors"][0]["pointer"] == f"/{query.partition('=')[0]}"

@@ -3,7 +3,7 @@
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tests.architecture.checkout import CODE, calls, python_files, relative
 
@@ -108,6 +108,10 @@ def test_names_no_module_is_a_catch_all() -> None:
     assert sorted(relative(path) for path in found if SHAPELESS.fullmatch(path.name)) == []
 
 
+def names_of_top_level_classes(module: ast.Module) -> Iterator[str]:
+    yield from (node.name for node in module.body if isinstance(node, ast.ClassDef))
+
+
 def names_of_types(module: ast.Module) -> Iterator[str]:
     """Yield the names of all classes, and of the module's type aliases and type variables of several letters."""
     for node in ast.walk(module):
@@ -119,16 +123,26 @@ def names_of_types(module: ast.Module) -> Iterator[str]:
                 yield target.id
 
 
-def test_names_no_two_classes_or_type_aliases_share_one() -> None:
-    """One name, one thing. Django chooses `Meta`, `Command` and `Migration`."""
+def find_shared(names: Callable[[ast.Module], Iterator[str]], *folders: str) -> dict[str, list[str]]:
+    """Return the names that occur more than once, and their files. `Meta`, `Command` and `Migration` are Django's."""
     places: dict[str, list[str]] = defaultdict(list)
-    for path in python_files(*CODE, "clients/python"):
-        for name in names_of_types(ast.parse(path.read_text())):
+    for path in python_files(*folders):
+        for name in names(ast.parse(path.read_text())):
             if name not in {"Meta", "Command", "Migration"}:
                 places[name].append(relative(path))
-    shared = {name: found for name, found in places.items() if len(found) > 1}
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_names_no_two_classes_or_type_aliases_share_one() -> None:
+    """One name, one thing."""
+    shared = find_shared(names_of_types, *CODE, "clients/python")
     assert {name: found for name, found in shared.items() if name not in SHARED_WITH_THE_CLIENT} == {}
     assert set(SHARED_WITH_THE_CLIENT) <= set(shared)
+
+
+def test_names_no_two_classes_of_the_tests_share_one() -> None:
+    """One name, one thing. A class inside a function or a class is exempt."""
+    assert find_shared(names_of_top_level_classes, "tests") == {}
 
 
 def test_names_a_grant_is_made_in_exactly_one_place() -> None:

@@ -169,7 +169,7 @@ def test_archive_replaces_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-class Endless(io.RawIOBase):
+class GeneratedStream(io.RawIOBase):
     """A stream of this many bytes that are made as they are read."""
 
     def __init__(self, size: int) -> None:
@@ -191,7 +191,7 @@ def test_archive_takes_memory_that_does_not_depend_on_its_length(tmp_path: Path)
     tracemalloc.start()
     try:
         with writing_archive(tmp_path / "archive", PASSPHRASE) as archive:
-            archive.add("database", io.BufferedReader(Endless(size), CHUNK_BYTES))
+            archive.add("database", io.BufferedReader(GeneratedStream(size), CHUNK_BYTES))
             archive.finish({})
         ArchiveReader(tmp_path / "archive", PASSPHRASE).check()
         peak = tracemalloc.get_traced_memory()[1]

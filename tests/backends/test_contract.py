@@ -377,7 +377,7 @@ def test_put_and_read_any_text_round_trips_or_is_refused(
     backend.forget(BOX, place)
 
 
-class Model(RuleBasedStateMachine):
+class BackendModel(RuleBasedStateMachine):
     """Random call sequences, compared with a dictionary of expected results."""
 
     backend: SecretBackend
@@ -437,7 +437,7 @@ class Model(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_calls_matches_the_model(backend: SecretBackend) -> None:
-    class Machine(Model):
+    class Machine(BackendModel):
         pass
 
     Machine.backend = backend

@@ -63,7 +63,7 @@ def main() -> int:
 def _perform(part: str, cores: Cores, options: argparse.Namespace) -> dict[str, Any]:
     """Run one part on its own testbed, so that parts do not affect each other."""
     parts: dict[str, Callable[[Testbed], Any]] = {
-        "verify": lambda testbed: verify.Verify(testbed, cores, options),
+        "verify": lambda testbed: verify.VerifyBenchmark(testbed, cores, options),
         "revoke": lambda testbed: revoke.Revoke(testbed, cores, options),
         "local": lambda testbed: local.Local(testbed, cores, options),
         "growth": lambda testbed: growth.Growth(testbed, cores, options),

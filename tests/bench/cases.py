@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from .figures import BATCH_SIZE
-from .testbed import Installation
+from .testbed import BenchmarkInstallation
 
 CHECKED_KEYS = 200
 """Number of valid keys that are checked one by one before a server is measured."""
@@ -24,7 +24,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchmarkCase:
     """A benchmark case. `name`: as in the results. Each of `requests` has a 2xx response.
 
     `is_repeated`: the server has received each request once before the measurement.
@@ -83,10 +83,10 @@ CLIENTS = 250
 """Number of client addresses in the requests."""
 
 
-def verify(installation: Installation, name: str, clients: int = 1) -> Case:
+def verify(installation: BenchmarkInstallation, name: str, clients: int = 1) -> BenchmarkCase:
     """Verify one key per request, all keys in rotation; `clients`: number of rotations, each with other addresses."""
     revoked, unknown = _body(installation.revoked, 0), _body(installation.unknown, 0)
-    return Case(
+    return BenchmarkCase(
         name,
         [
             _verify(installation, _body(key, turn + client))
@@ -105,7 +105,7 @@ def verify(installation: Installation, name: str, clients: int = 1) -> Case:
     )
 
 
-def probe_limits(installation: Installation) -> Probe:
+def probe_limits(installation: BenchmarkInstallation) -> Probe:
     """Return a probe of the first key, whose requests count against the limit of its account and of the endpoint."""
 
     def is_correct(status: int, body: bytes) -> bool:
@@ -115,12 +115,12 @@ def probe_limits(installation: Installation) -> Probe:
     return Probe("a key under two limits", verify_one(installation, installation.keys[0]), is_correct)
 
 
-def verify_batch(installation: Installation, name: str) -> Case:
+def verify_batch(installation: BenchmarkInstallation, name: str) -> BenchmarkCase:
     """Verify BATCH_SIZE keys per request, each key once."""
     turns = [installation.keys[start : start + BATCH_SIZE] for start in range(0, len(installation.keys), BATCH_SIZE)]
     wrong = [_body(installation.revoked, 0), _body(installation.unknown, 0)]
     codes = ["key_revoked", "credential_invalid"]
-    return Case(
+    return BenchmarkCase(
         name,
         [batch_of(installation, keys) for keys in turns],
         [
@@ -131,11 +131,11 @@ def verify_batch(installation: Installation, name: str) -> Case:
     )
 
 
-def verify_one(installation: Installation, key: str) -> bytes:
+def verify_one(installation: BenchmarkInstallation, key: str) -> bytes:
     return _verify(installation, _body(key, 0))
 
 
-def batch_of(installation: Installation, keys: list[str]) -> bytes:
+def batch_of(installation: BenchmarkInstallation, keys: list[str]) -> bytes:
     return _batch(installation, [_body(key, place) for place, key in enumerate(keys)])
 
 
@@ -149,15 +149,15 @@ def _body(key: str, turn: int) -> dict[str, str]:
     }
 
 
-def _verify(installation: Installation, body: dict[str, str]) -> bytes:
+def _verify(installation: BenchmarkInstallation, body: dict[str, str]) -> bytes:
     return request("POST", "/v1/keys/verify", _headers(installation), _json(body))
 
 
-def _batch(installation: Installation, bodies: list[dict[str, str]]) -> bytes:
+def _batch(installation: BenchmarkInstallation, bodies: list[dict[str, str]]) -> bytes:
     return request("POST", "/v1/keys/verify-batch", _headers(installation), _json({"requests": bodies}))
 
 
-def _headers(installation: Installation) -> dict[str, str]:
+def _headers(installation: BenchmarkInstallation) -> dict[str, str]:
     return {"Authorization": f"Bearer {installation.token}", "Content-Type": "application/json"}
 
 
@@ -189,20 +189,20 @@ def _have_codes(codes: list[str]) -> Callable[[int, bytes], bool]:
 # --- the peers ----------------------------------------------------------------------------------------------
 
 
-def hello(installation: Installation, name: str) -> Case:
+def hello(installation: BenchmarkInstallation, name: str) -> BenchmarkCase:
     """Send the same bytes as `verify`; the server ignores them."""
     plain = verify(installation, name)
-    return Case(name, plain.requests, [Probe("a request", plain.requests[0], has_status(200))])
+    return BenchmarkCase(name, plain.requests, [Probe("a request", plain.requests[0], has_status(200))])
 
 
-def protected(name: str, target: str, header: str, keys: list[str], revoked: str, unknown: str) -> Case:
+def protected(name: str, target: str, header: str, keys: list[str], revoked: str, unknown: str) -> BenchmarkCase:
     """`header`: the header's name and the prefix of its value, such as `Authorization: Token `."""
     field, _, start = header.partition(": ")
 
     def request_with(key: str) -> bytes:
         return request("POST", target, {field: f"{start}{key}", "Content-Type": "application/json"}, b"{}")
 
-    return Case(
+    return BenchmarkCase(
         name,
         [request_with(key) for key in keys],
         [

@@ -15,7 +15,7 @@ from .launch import StartError, running_server
 from .machine import Cores, list_process_tree, rss_mb
 from .progress import report
 from .servers import verifier_command
-from .testbed import POSTGRES, Installation, Testbed
+from .testbed import POSTGRES, BenchmarkInstallation, Testbed
 
 SMALL, LARGE, HUGE = 10_000, 1_000_000, 10_000_000
 REMEMBERED = (10_000, 100_000, 1_000_000)
@@ -76,7 +76,7 @@ class Growth:
             "cores": self._cores.description,
         }
 
-    def _remember(self, installation: Installation, url: str) -> list[dict[str, float]]:
+    def _remember(self, installation: BenchmarkInstallation, url: str) -> list[dict[str, float]]:
         """Return the resident memory of a verifier by number of keys that it has verified."""
         environ = {**installation.environ, "KEYVAULT_DATABASE_URL": url, "KEYVAULT_VERIFIER_KEYS": str(2 * LARGE)}
         log, results = self._testbed.folder / "remembering.log", []
@@ -100,7 +100,7 @@ class Growth:
 
 
 def _verify_all(
-    connection: http.client.HTTPConnection, installation: Installation, lines: Iterator[str], wanted: int
+    connection: http.client.HTTPConnection, installation: BenchmarkInstallation, lines: Iterator[str], wanted: int
 ) -> int:
     """Verify each key once, in batches; return their number. Raises RuntimeError if one is denied."""
     verified = 0

@@ -24,7 +24,7 @@ from .launch import running_server
 from .machine import Cores, pinned
 from .progress import report
 from .seed_keys import MERCHANTS
-from .testbed import Installation, Testbed
+from .testbed import BenchmarkInstallation, Testbed
 
 COUNTED_SECONDS = 20.0
 """Maximum time until the service has stored the last uses, in seconds."""
@@ -68,7 +68,7 @@ class Local:
             "cores": self._cores.description,
         }
 
-    def _decide(self, installation: Installation, url: str) -> dict[str, Any]:
+    def _decide(self, installation: BenchmarkInstallation, url: str) -> dict[str, Any]:
         """Run the deciding process to its end, and return what it measured."""
         accounts, keys = self._options.accounts, self._options.accounts * self._options.account_keys
         chosen = [key for number, key in enumerate(installation.keys) if number % MERCHANTS < accounts]
@@ -99,14 +99,14 @@ class Local:
         return decided
 
 
-def _count_uses(installation: Installation) -> int:
+def _count_uses(installation: BenchmarkInstallation) -> int:
     with psycopg.connect(installation.environ["KEYVAULT_DATABASE_URL"]) as connection:
         found = connection.execute("SELECT coalesce(sum(count), 0) FROM keyvault_keyuse").fetchone()
     assert found is not None
     return int(found[0])
 
 
-def _await_uses(installation: Installation, expected: int) -> int:
+def _await_uses(installation: BenchmarkInstallation, expected: int) -> int:
     """Return the number of uses that the service has counted, once it is the expected one or time is up."""
     deadline = time.monotonic() + COUNTED_SECONDS
     while (counted := _count_uses(installation)) != expected and time.monotonic() < deadline:

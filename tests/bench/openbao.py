@@ -6,7 +6,7 @@ import os
 import shutil
 from typing import Any
 
-from .cases import ADDRESS, CHECKED_KEYS, Case, Probe, has_status, request
+from .cases import ADDRESS, CHECKED_KEYS, BenchmarkCase, Probe, has_status, request
 from .figures import BAO_KV, BAO_TOKEN
 from .testbed import NotRunError
 
@@ -30,7 +30,7 @@ def command() -> list[str]:
     return [find_bao(), "server", "-dev", "-dev-no-store-token", f"-dev-listen-address={ADDRESS}:{{port}}"]
 
 
-def cases_at(port: int) -> list[Case]:
+def cases_at(port: int) -> list[BenchmarkCase]:
     """Create tokens and secrets on a new server, which has no persistent storage; return its cases."""
     connection = http.client.HTTPConnection(ADDRESS, port, timeout=30)
     try:
@@ -48,11 +48,11 @@ def cases_at(port: int) -> list[Case]:
     ]
 
 
-def _case(name: str, target: str, tokens: list[str], revoked: str) -> Case:
+def _case(name: str, target: str, tokens: list[str], revoked: str) -> BenchmarkCase:
     def request_with(turn: int, token: str) -> bytes:
         return request("GET", target.format(turn=turn), {"X-Vault-Token": token})
 
-    return Case(
+    return BenchmarkCase(
         name,
         [request_with(turn, token) for turn, token in enumerate(tokens)],
         [

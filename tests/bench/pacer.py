@@ -84,7 +84,7 @@ def is_whole(answer: bytes) -> bool:
     return b"\r\ntransfer-encoding: chunked" not in head.lower() or body.endswith(b"0\r\n\r\n")
 
 
-class _Connection:
+class _LoadConnection:
     __slots__ = ("due", "is_busy", "number", "read", "socket", "turn")
 
     def __init__(self, port: int, number: int) -> None:
@@ -100,7 +100,7 @@ class Pacer:
 
     def __init__(self, port: int, requests: list[bytes], connections: int, rate: float | None) -> None:
         self._requests = requests
-        self._connections = [_Connection(port, number) for number in range(connections)]
+        self._connections = [_LoadConnection(port, number) for number in range(connections)]
         self._by_descriptor = {each.socket.fileno(): each for each in self._connections}
         self._gap_ns = 1e9 / rate if rate else 0.0
         self._latencies = array("q")
@@ -169,7 +169,7 @@ class Pacer:
                     if following < row and following < offered:
                         self._send(connection, due)
 
-    def _send(self, connection: _Connection, due: int) -> None:
+    def _send(self, connection: _LoadConnection, due: int) -> None:
         request = self._requests[self._sent % len(self._requests)]
         self._sent += 1
         connection.turn += 1
@@ -181,7 +181,7 @@ class Pacer:
             connection.socket.sendall(request[sent:])
             connection.socket.setblocking(False)
 
-    def _receive(self, connection: _Connection) -> bool:
+    def _receive(self, connection: _LoadConnection) -> bool:
         """Return whether the response is complete. A closed connection ends the run with an error."""
         answer = connection.socket.recv(262_144)
         if not answer:

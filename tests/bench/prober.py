@@ -83,7 +83,7 @@ class WatchedRevocation:
         return [each for each in self.answers if each.sent_ns > self.returned_ns]
 
 
-class _Connection:
+class _ProbeConnection:
     """One connection to one verifier."""
 
     __slots__ = ("is_busy", "is_watching", "read", "sent_ns", "socket", "verifier")
@@ -104,7 +104,9 @@ class Prober:
         self, ports: list[int], load: list[bytes], rate: float, connections: int, writer: "subprocess.Popen[bytes]"
     ) -> None:
         self.verifiers = len(ports)
-        self._connections = [_Connection(number, port) for _ in range(connections) for number, port in enumerate(ports)]
+        self._connections = [
+            _ProbeConnection(number, port) for _ in range(connections) for number, port in enumerate(ports)
+        ]
         self._load, self._writer, self._gap_ns = load, writer, 1e9 / rate
         self._by_descriptor = {each.socket.fileno(): each for each in self._connections}
         self._turn, self._due = 0, 0.0
@@ -189,7 +191,7 @@ class Prober:
         connection.sent_ns = time.monotonic_ns()
         connection.socket.send(sent)
 
-    def _receive(self, connection: _Connection) -> WatchedResponse | None:
+    def _receive(self, connection: _ProbeConnection) -> WatchedResponse | None:
         """Read from the connection. None if the response is incomplete, or belongs to load."""
         answer = connection.socket.recv(65_536)
         if not answer:

@@ -24,7 +24,7 @@ from .prober import Prober, WatchedRevocation
 from .progress import report
 from .seed_keys import key_id_of
 from .servers import verifier_command
-from .testbed import Installation, Testbed
+from .testbed import BenchmarkInstallation, Testbed
 
 SAME_HOST, ELSEWHERE = "same host", "elsewhere"
 PLACES = (SAME_HOST, ELSEWHERE)
@@ -75,7 +75,7 @@ class Revoke:
 
     def _watch_all(
         self,
-        installation: Installation,
+        installation: BenchmarkInstallation,
         place: str,
         ports: list[int],
         writer: "subprocess.Popen[bytes]",
@@ -99,7 +99,7 @@ class Revoke:
         return results
 
     @contextmanager
-    def _verifiers(self, installation: Installation, place: str) -> Iterator[list[int]]:
+    def _verifiers(self, installation: BenchmarkInstallation, place: str) -> Iterator[list[int]]:
         with ExitStack() as stack:
             ports = []
             for turn in range(self._options.verifiers):
@@ -121,7 +121,7 @@ class Revoke:
         return to
 
     @contextmanager
-    def _writer(self, installation: Installation) -> Iterator["subprocess.Popen[bytes]"]:
+    def _writer(self, installation: BenchmarkInstallation) -> Iterator["subprocess.Popen[bytes]"]:
         with subprocess.Popen(
             [sys.executable, "-m", "tests.bench.writer"],
             cwd=ROOT,

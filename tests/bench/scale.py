@@ -23,7 +23,7 @@ from .figures import EVENT, JOBS, PAGES, QUERIES, ROTATIONS, Spread, number, spr
 from .machine import Cores
 from .progress import report
 from .revoke import NOT_COPIED
-from .testbed import POSTGRES, Installation, Testbed
+from .testbed import POSTGRES, BenchmarkInstallation, Testbed
 
 COMMANDS = "tests.bench.scale_commands"
 
@@ -89,7 +89,7 @@ class Scale:
             results["due"] = run_command(large, f"due {DUE}")
         return results
 
-    def _open(self, installation: Installation, size: int, broker: str) -> Installation:
+    def _open(self, installation: BenchmarkInstallation, size: int, broker: str) -> BenchmarkInstallation:
         """Return an installation with its own database and data folder, because a folder belongs to one database."""
         folder = self._testbed.folder / f"scale-{size}"
         shutil.copytree(installation.data, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
@@ -100,7 +100,7 @@ class Scale:
             "KEYVAULT_DATABASE_URL": self._testbed.new_database(f"scale_{size}", template="keyvault"),
             "KEYVAULT_BROKER_URL": broker,
         }
-        return Installation(
+        return BenchmarkInstallation(
             environ,
             folder,
             installation.token,
@@ -110,7 +110,7 @@ class Scale:
             installation.to_revoke,
         )
 
-    def _complete(self, stack: ExitStack, installation: Installation, large: CommandProcess) -> dict[str, Any]:
+    def _complete(self, stack: ExitStack, installation: BenchmarkInstallation, large: CommandProcess) -> dict[str, Any]:
         """Complete rotations in PROCESSES processes at their maximum rate; count the rows that this inserts."""
         others = [stack.enter_context(start_command_process(COMMANDS, installation.environ)) for _ in range(PROCESSES)]
         before = {}
@@ -132,7 +132,7 @@ class Scale:
             "rows_each": {name: (after[name] - before.get(name, 0)) / completed for name in after},
         }
 
-    def _drive(self, installation: Installation, large: CommandProcess) -> dict[str, Any]:
+    def _drive(self, installation: BenchmarkInstallation, large: CommandProcess) -> dict[str, Any]:
         """Start rotations at a steady rate for Celery workers to complete; each acknowledgement is an event."""
         with _workers(installation, self._testbed.folder / "workers.log"):
             count = self._options.completed
@@ -143,7 +143,7 @@ class Scale:
 
 
 @contextmanager
-def _workers(installation: Installation, log: Path) -> Iterator[None]:
+def _workers(installation: BenchmarkInstallation, log: Path) -> Iterator[None]:
     """Run beat and PROCESSES workers with the documented commands."""
     celery = [sys.executable, "-m", "celery", "-A", "keyvault.project"]
     worker = [*celery, "worker", "--pool", "threads", "--concurrency", "4", "--loglevel", "WARNING"]

@@ -33,7 +33,7 @@ from .figures import percentile
 from .machine import cost
 
 if TYPE_CHECKING:
-    from tests.bench.scale_rows import Samples, Size
+    from tests.bench.scale_rows import PlatformSize, Samples
 
 QUIET_SECONDS = 1
 """Quiet period and quarantine of the rotations that are completed, in seconds: the minimum of the sandbox."""
@@ -65,7 +65,7 @@ def main() -> int:
 class Commands:
     """The commands."""
 
-    size: "Size"
+    size: "PlatformSize"
     samples: "Samples"
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Commands:
         from tests.bench import scale_rows
 
         began = time.perf_counter()
-        self.size = scale_rows.Size(count)
+        self.size = scale_rows.PlatformSize(count)
         self.samples = scale_rows.load(self.size)
         scale_rows.catch_up()
         with connection.cursor() as cursor:

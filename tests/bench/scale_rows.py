@@ -104,7 +104,7 @@ _FIRST_CONTEXT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class PlatformSize:
     """Numbers of rows, all in proportion to the number of credentials."""
 
     credentials: int
@@ -148,7 +148,7 @@ class Samples:
     rotations: dict[S, Rotation]
 
 
-def load(size: Size) -> Samples:
+def load(size: PlatformSize) -> Samples:
     """Fill the database; return the samples, which are rows of it."""
     samples = make_samples(datetime.now(UTC))
     # PostgreSQL does not use an index in the transaction that created it, if the table's rows were updated there.
@@ -313,15 +313,15 @@ def _make_short_rows(now: datetime) -> None:
 # --- copies, one function for each table ------------------------------------------------------------------------
 
 
-def load_merchants(size: Size, samples: Samples) -> None:
+def load_merchants(size: PlatformSize, samples: Samples) -> None:
     copy(samples.account.merchant, 1, size.merchants, merchant_id=merchant("n"))
 
 
-def load_accounts(size: Size, samples: Samples) -> None:
+def load_accounts(size: PlatformSize, samples: Samples) -> None:
     copy(samples.account, 1, size.merchants, id=f"{_FIRST_ACCOUNT} + n", merchant_id=merchant("n"))
 
 
-def load_chains(size: Size, samples: Samples) -> None:
+def load_chains(size: PlatformSize, samples: Samples) -> None:
     """Load the chains, unsigned. The service signs them in many checkpoints, and those of adjacent accounts apart."""
     sample = AuditChain.objects.get(name=account_chain("platform", PRODUCTION))
     entries = size.changes // size.merchants
@@ -342,19 +342,19 @@ def load_chains(size: Size, samples: Samples) -> None:
         copy(sample, 1, size.merchants, name=of_merchant, **unsigned | empty | {"unsigned_since": "NULL"})
 
 
-def load_endpoints(size: Size, samples: Samples) -> None:
+def load_endpoints(size: PlatformSize, samples: Samples) -> None:
     changed = {"id": f"{_FIRST_ACCOUNT} + n", "account_id": f"{_FIRST_ACCOUNT} + n"}
     copy(samples.endpoint, 1, size.merchants, **changed)
 
 
-def load_connections(size: Size, samples: Samples) -> None:
+def load_connections(size: PlatformSize, samples: Samples) -> None:
     """Load connections of each account, compared with the backend. All have the path of the sample."""
     sample = ProviderConnection.objects.get(account=samples.account)
     changed = {"account_id": account_of("n", size), "provider": f"'provider-' || n / {size.merchants}"}
     copy(sample, 0, CONNECTIONS * size.merchants - 1, **changed, settle_due_at="NULL")
 
 
-def load_credentials(size: Size, samples: Samples) -> None:
+def load_credentials(size: PlatformSize, samples: Samples) -> None:
     copy(
         samples.key.credential,
         1,
@@ -365,7 +365,7 @@ def load_credentials(size: Size, samples: Samples) -> None:
     )
 
 
-def load_rotations(size: Size, samples: Samples) -> None:
+def load_rotations(size: PlatformSize, samples: Samples) -> None:
     """Load the open rotations with their keys, and the completed ones after them."""
     first, share = 1, 0
     for state, percent in SHARES.items():
@@ -380,7 +380,9 @@ def load_rotations(size: Size, samples: Samples) -> None:
     load_rotation(size, completed, size.rotations + 1, last, predecessor=hashed_id("old", "n"), replacement=key("n"))
 
 
-def load_rotation(size: Size, sample: Rotation, first: int, last: int, *, predecessor: str, replacement: str) -> None:
+def load_rotation(
+    size: PlatformSize, sample: Rotation, first: int, last: int, *, predecessor: str, replacement: str
+) -> None:
     """Copy a rotation with its keys and what the engine wrote about it."""
     about, has_replacement = rotation("n"), sample.replacement is not None
     keys = {"predecessor_id": predecessor, **({"replacement_id": replacement} if has_replacement else {})}
@@ -403,7 +405,7 @@ def load_rotation(size: Size, sample: Rotation, first: int, last: int, *, predec
         copy(notice, first, last, notice_id=prefixed_id("ntc", f"notice {number}", "n"), subject=about)
 
 
-def load_keys(size: Size, samples: Samples) -> None:
+def load_keys(size: PlatformSize, samples: Samples) -> None:
     """Load the keys of the credentials without a rotation."""
     copy(
         samples.key,
@@ -417,7 +419,7 @@ def load_keys(size: Size, samples: Samples) -> None:
     )
 
 
-def load_schedule(size: Size, samples: Samples) -> None:
+def load_schedule(size: PlatformSize, samples: Samples) -> None:
     """Load the date of each credential's next rotation, which one with an open rotation does not have."""
     sample = ScheduledCredential.objects.get(credential=samples.key.credential)
     date = f"CASE WHEN n > {size.rotations} THEN now() + interval '300 days' END"
@@ -425,7 +427,7 @@ def load_schedule(size: Size, samples: Samples) -> None:
     copy(sample, 1, size.credentials, ask_at=date, **place)
 
 
-def load_issuance(size: Size, samples: Samples) -> None:
+def load_issuance(size: PlatformSize, samples: Samples) -> None:
     """Load the request of each credential's first key, collected, with its approval."""
     request = prefixed_id("req", "request", "n")
     changed = {"account_id": account_of("n", size), "credential_id": credential("n"), "key_id": key("n")}
@@ -435,7 +437,7 @@ def load_issuance(size: Size, samples: Samples) -> None:
     copy(approval, 1, size.credentials, request_id=request)
 
 
-def load_recipient_keys(size: Size, samples: Samples) -> None:
+def load_recipient_keys(size: PlatformSize, samples: Samples) -> None:
     """Load the recipient key of one credential in ten, of those that no rotation refers to."""
     number, sample = f"({size.credentials} + 1 - n)", RecipientKey.objects.get(credential=samples.key.credential)
     place = {"credential_id": credential(number), "account_id": account_of(number, size), "key_id": key(number)}
@@ -444,13 +446,13 @@ def load_recipient_keys(size: Size, samples: Samples) -> None:
     copy(sample, 1, size.credentials // 10, recipient_key_id=about, **place, **times)
 
 
-def load_changes(size: Size, samples: Samples) -> None:
+def load_changes(size: PlatformSize, samples: Samples) -> None:
     """Load the changes of each key one after the other, as the feed has them."""
     sample = Change.objects.filter(subject_kind="key", subject_id=samples.key.key_id).earliest("sequence")
     copy(sample, 1, size.changes, subject_id=key(f"(1 + n % {size.credentials})"))
 
 
-def load_audit(size: Size, samples: Samples) -> None:
+def load_audit(size: PlatformSize, samples: Samples) -> None:
     """Load as many entries as changes. Their hashes are random; `load_chains` writes the heads."""
     sample = AuditEntry.objects.filter(chain_id=account_chain("platform", PRODUCTION)).latest("sequence")
     entries = size.changes // size.merchants
@@ -466,21 +468,21 @@ def load_audit(size: Size, samples: Samples) -> None:
     )
 
 
-def load_notices(size: Size, samples: Samples) -> None:
+def load_notices(size: PlatformSize, samples: Samples) -> None:
     """Load the notice of each credential's first key."""
     sample = Notice.objects.filter(account=samples.account).earliest("created_at")
     changed = {"account_id": account_of("n", size), "subject": credential("n")}
     copy(sample, 1, size.credentials, notice_id=notice("n"), created_at=spread_over("created_at", 60), **changed)
 
 
-def load_deliveries(size: Size, samples: Samples) -> None:
+def load_deliveries(size: PlatformSize, samples: Samples) -> None:
     """Load a delivery of the notices of the last month, delivered."""
     sample = WebhookDelivery.objects.filter(endpoint=samples.endpoint).earliest("pk")
     changed = {"notice_id": notice("n"), "endpoint_id": account_of("n", size)}
     copy(sample, 1, size.credentials // 2, **changed)
 
 
-def load_uses(size: Size, samples: Samples) -> None:
+def load_uses(size: PlatformSize, samples: Samples) -> None:
     """Load the uses of each busy key with its source and its total: minutes of a day, hours, and days of a year."""
     sample = UseBucket.objects.get(context__key=samples.key)
     copy(sample.context, 1, size.busy, id=context("n"), key_id=key("n"))
@@ -496,24 +498,24 @@ def load_uses(size: Size, samples: Samples) -> None:
     copy(KeyUse.objects.get(key=samples.key), 1, size.busy, key_id=key("n"))
 
 
-def load_tokens(size: Size, samples: Samples) -> None:
+def load_tokens(size: PlatformSize, samples: Samples) -> None:
     """Load customer tokens that are valid."""
     changed = {"account_id": account_of("n", size), "issued_with_id": key("n"), "digest": hashed("token", "n")}
     copy(samples.token, 1, size.credentials // 2, token_id=hashed_id("token", "n"), **changed)
 
 
-def load_replies(size: Size) -> None:
+def load_replies(size: PlatformSize) -> None:
     """Load the stored replies of a day."""
     sample = IdempotentRequest.objects.earliest("pk")
     copy(sample, 1, size.credentials // 10, holder=credential("n"), expires_at="now() + interval '1 day'")
 
 
-def load_refusals(size: Size) -> None:
+def load_refusals(size: PlatformSize) -> None:
     at = "now() - n * interval '1 second'"
     copy(Refusal.objects.get(pk="refusal"), 1, size.credentials // 10, request_id=hashed_id("refusal", "n"), at=at)
 
 
-def load_confirmations(size: Size) -> None:
+def load_confirmations(size: PlatformSize) -> None:
     copy(Confirmation.objects.earliest("pk"), 2, size.credentials // 10, sequence="n")
 
 
@@ -528,7 +530,7 @@ def catch_up() -> None:
 # --- due work, one function for each kind -----------------------------------------------------------------------
 
 
-def make_rotations_due(size: Size, count: int) -> None:
+def make_rotations_due(size: PlatformSize, count: int) -> None:
     """Let open rotations of every state be due, evenly."""
     count = min(count, size.rotations)
     every = size.rotations // count
@@ -546,38 +548,38 @@ def make_requests_due(samples: Samples, count: int) -> None:
         copy(approved.approvals.get(), 1, count, request_id=request)
 
 
-def make_expiries_due(size: Size, count: int) -> None:
+def make_expiries_due(size: PlatformSize, count: int) -> None:
     change(Key, count, f"row.key_id = {key(free(size, 0, count))}", expires_at="now()")
 
 
-def make_destructions_due(size: Size, count: int) -> None:
+def make_destructions_due(size: PlatformSize, count: int) -> None:
     """Let keys be compromised whose copies still exist."""
     compromised = {"state": "'compromised'", "compromised_at": "now()", "reason": "'key_compromise'"}
     where = f"row.key_id = {key(free(size, 1, count))}"
     change(Key, count, where, **compromised, material="'destroy_due'", backend_version="1")
 
 
-def make_settlements_due(size: Size, count: int) -> None:
+def make_settlements_due(size: PlatformSize, count: int) -> None:
     """Let keys be in quarantine whose copies are still readable."""
     suspended = {"state": "'suspended'", "suspended_at": "now()"}
     where = f"row.key_id = {key(free(size, 2, count))}"
     change(Key, count, where, **suspended, material="'delete_due'", backend_version="1")
 
 
-def make_connections_due(size: Size, count: int) -> None:
+def make_connections_due(size: PlatformSize, count: int) -> None:
     """Let connections be due to be compared with the backend."""
     count = min(count, size.merchants)
     change(ProviderConnection, count, f"row.account_id = {_FIRST_ACCOUNT} + n", settle_due_at="now()")
 
 
-def make_discards_due(size: Size, count: int) -> None:
+def make_discards_due(size: PlatformSize, count: int) -> None:
     """Let keys be issued long ago and never collected."""
     where = f"row.issuance_request_id = {prefixed_id('req', 'request', free(size, 3, count))}"
     uncollected = {"state": "'issued'", "collected_at": "NULL", "issued_at": "now() - interval '60 days'"}
     change(IssuanceRequest, count, where, **uncollected)
 
 
-def make_backfill_due(size: Size, count: int) -> None:
+def make_backfill_due(size: PlatformSize, count: int) -> None:
     """Let keys be revoked that the revocation log of this host does not have."""
     where = f"row.key_id = {key(free(size, 5, count))}"
     change(Key, count, where, state="'compromised'", compromised_at="now()", reason="'key_compromise'")
@@ -586,21 +588,21 @@ def make_backfill_due(size: Size, count: int) -> None:
     Verifier.objects.update(confirmed_sequence=Change.objects.latest("sequence").sequence)
 
 
-def make_schedules_due(size: Size, count: int) -> None:
+def make_schedules_due(size: PlatformSize, count: int) -> None:
     """Let keys be older than their cryptoperiod."""
     old, number = "now() - interval '400 days'", free(size, 4, count)
     change(Key, count, f"row.key_id = {key(number)}", created_at=old, activated_at=old)
     change(ScheduledCredential, count, f"row.credential_id = {credential(number)}", ask_at="now()")
 
 
-def make_deliveries_due(size: Size, samples: Samples, count: int) -> None:
+def make_deliveries_due(size: PlatformSize, samples: Samples, count: int) -> None:
     sample = WebhookDelivery.objects.filter(endpoint=samples.endpoint).earliest("pk")
     changed = {"notice_id": notice(f"n + {size.credentials // 2}"), "endpoint_id": account_of("n", size)}
     with fast_session():
         copy(sample, 1, count, **changed, state="'due'", due_at="now()", delivered_at="NULL")
 
 
-def make_rows_old(size: Size, samples: Samples, count: int) -> None:
+def make_rows_old(size: PlatformSize, samples: Samples, count: int) -> None:
     """Let rows of each table with a retention be older than that."""
     old = "now() - interval '500 days'"
     with fast_session():
@@ -614,7 +616,7 @@ def make_rows_old(size: Size, samples: Samples, count: int) -> None:
     change(Notice, count, f"row.notice_id = {notice('n')}", created_at=old)
 
 
-def make_campaign_due(size: Size, count: int) -> Campaign:
+def make_campaign_due(size: PlatformSize, count: int) -> Campaign:
     """Let a campaign run whose members are so many old keys."""
     old, number = "now() - interval '600 days'", free(size, 7, count)
     change(Key, count, f"row.key_id = {key(number)}", created_at=old, activated_at=old)
@@ -631,14 +633,14 @@ def make_campaign_due(size: Size, count: int) -> Campaign:
     return approve_campaign(approving, campaign, campaign.plan_digest)
 
 
-def make_pending_due(size: Size, count: int) -> None:
+def make_pending_due(size: PlatformSize, count: int) -> None:
     """Let pending copies of completed rotations be left, as by workers that died."""
     first = size.rotations
     where = f"row.rotation_id = {rotation(f'n + {first}')} AND row.step = 'publishing'"
     change(LedgerEntry, min(count, size.closed), where, step="'staged'", state="'started'")
 
 
-def make_paths_due(size: Size, count: int) -> None:
+def make_paths_due(size: PlatformSize, count: int) -> None:
     """Offboard merchants whose keys have ended."""
     merchants = -(-count // MERCHANTS_EVERY)
     change(Merchant, merchants, f"row.merchant_id = {merchant('n')}", status="'offboarded'")
@@ -646,7 +648,7 @@ def make_paths_due(size: Size, count: int) -> None:
     change(Key, size.credentials, f"row.key_id = {key('n')} AND n % {size.merchants} < {merchants}", **ended)
 
 
-def make_heads_due(size: Size, count: int) -> None:
+def make_heads_due(size: PlatformSize, count: int) -> None:
     """Let chains have an entry that no checkpoint signs."""
     changed = {"sequence": "row.sequence + 1", "unsigned_since": "now()"}
     change(AuditChain, count, f"row.name = {chain('n')}", **changed)
@@ -661,7 +663,7 @@ def accept_messages() -> Iterator[None]:
         yield
 
 
-def free(size: Size, window: int, count: int) -> str:
+def free(size: PlatformSize, window: int, count: int) -> str:
     """Return the numbers of keys that no rotation and no use refers to; each window has others."""
     return f"n + {size.credentials // 5 + window * count}"
 
@@ -738,7 +740,7 @@ def notice(number: str) -> str:
     return prefixed_id("ntc", "notice", number)
 
 
-def account_of(number: str, size: Size) -> str:
+def account_of(number: str, size: PlatformSize) -> str:
     """Return the id of a credential's account."""
     return f"{_FIRST_ACCOUNT} + 1 + ({number}) % {size.merchants}"
 

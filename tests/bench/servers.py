@@ -10,7 +10,7 @@ from tests.servers.nginx import find_nginx
 from tests.servers.throwaway import free_port
 
 from . import cases, openbao
-from .cases import Case
+from .cases import BenchmarkCase
 from .figures import (
     API_KEY,
     BAO_KV,
@@ -30,7 +30,7 @@ from .figures import (
     WSGI_FRONTEND,
 )
 from .launch import clean_environ
-from .testbed import Installation, NotRunError, Testbed
+from .testbed import BenchmarkInstallation, NotRunError, Testbed
 
 GRANIAN = ("--host", cases.ADDRESS, "--port", "{port}", "--http", "1", "--no-ws", "--workers", "1")
 GRANIAN_QUIET = ("--no-access-log", "--log-level", "warning")
@@ -68,7 +68,7 @@ class LaunchPlan:
 
     command: list[str]
     environ: dict[str, str]
-    cases_at: Callable[[int], list[Case]]
+    cases_at: Callable[[int], list[BenchmarkCase]]
     port: int = 0
 
 
@@ -169,7 +169,7 @@ def _embedded_verifier(testbed: Testbed) -> LaunchPlan:
     """Return the plan of a verifier on SQLite that gets one request again and again, under two limits."""
     installation = testbed.on_sqlite_with_two_limits
 
-    def cases_at(port: int) -> list[Case]:
+    def cases_at(port: int) -> list[BenchmarkCase]:
         case = cases.verify(installation, EMBEDDED)
         return [replace(case, requests=case.requests[:1], probes=[*case.probes, cases.probe_limits(installation)])]
 
@@ -177,7 +177,7 @@ def _embedded_verifier(testbed: Testbed) -> LaunchPlan:
 
 
 def _verifier_of_misses(
-    installation_of: Callable[[Testbed], Installation], name: str
+    installation_of: Callable[[Testbed], BenchmarkInstallation], name: str
 ) -> Callable[[Testbed], LaunchPlan]:
     """Return the plan of a verifier that caches one key, so that nearly all keys are cache misses: see `Doorkeeper`."""
 
@@ -233,7 +233,7 @@ def verifier_command() -> list[str]:
     return [sys.executable, "manage.py", "verifier", "--workers", "1", "--port", "{port}"]
 
 
-def _with_origin(installation: Installation) -> dict[str, str]:
+def _with_origin(installation: BenchmarkInstallation) -> dict[str, str]:
     return {**installation.environ, "KEYVAULT_ORIGIN": f"http://{cases.ADDRESS}:{{port}}"}
 
 

@@ -31,7 +31,7 @@ from .load import LoadResult, run_load
 from .machine import Cores, pinned
 from .pacer import write_requests
 from .progress import report
-from .testbed import Installation, Testbed
+from .testbed import BenchmarkInstallation, Testbed
 
 SIGN_INS = 16
 """Number of concurrent sign-ins, each on its own connection."""
@@ -88,13 +88,13 @@ class SignIn:
                 report("  " + " | ".join(rows(rounds[-1])[1]))
         return {"rounds": rounds, "rate": self._options.order_rate, "generator": self._generators.names["open"]}
 
-    def _make_operator(self, installation: Installation) -> Operator:
+    def _make_operator(self, installation: BenchmarkInstallation) -> Operator:
         out = self._testbed.folder / "operator.json"
         made = [sys.executable, "-m", "tests.bench.signin", str(out)]
         run_checked(made, "the operator cannot be created", installation.environ)
         return Operator(**json.loads(out.read_text()))
 
-    def _write_request(self, port: int, installation: Installation) -> Path:
+    def _write_request(self, port: int, installation: BenchmarkInstallation) -> Path:
         """Create an order. Return the file with the request that retrieves it."""
         headers = {
             "X-Api-Key": installation.keys[0],

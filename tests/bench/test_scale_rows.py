@@ -9,7 +9,7 @@ from . import scale_rows
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db]
 
-SIZE = scale_rows.Size(1_000)
+SIZE = scale_rows.PlatformSize(1_000)
 
 
 def test_load_leaves_no_row_without_its_parent() -> None:

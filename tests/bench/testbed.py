@@ -30,7 +30,7 @@ class NotRunError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Installation:
+class BenchmarkInstallation:
     """A Keyvault installation: the environment of its processes, its data folder, and its key strings."""
 
     environ: Mapping[str, str]
@@ -71,15 +71,15 @@ class Testbed:
         return urlunsplit(urlsplit(self._postgres)._replace(path=f"/{name}"))
 
     @functools.cached_property
-    def on_postgres(self) -> Installation:
+    def on_postgres(self) -> BenchmarkInstallation:
         return self._install("postgres", KEYVAULT_DATABASE_URL=self.new_database("keyvault"))
 
     @functools.cached_property
-    def on_sqlite(self) -> Installation:
+    def on_sqlite(self) -> BenchmarkInstallation:
         return self._install("sqlite")
 
     @functools.cached_property
-    def on_sqlite_with_two_limits(self) -> Installation:
+    def on_sqlite_with_two_limits(self) -> BenchmarkInstallation:
         """The embedded default, where an endpoint has a limit too. No request of the benchmarks exhausts it."""
         installation = self._install("sqlite-two-limits")
         limit = ("--environment", "production", "--endpoint", "orders.retrieve", "--rate", "1000000")
@@ -106,7 +106,7 @@ class Testbed:
         run_checked(command, "The peers' keys cannot be created", self.peers_environ)
         return json.loads(out.read_text())
 
-    def _install(self, name: str, **settings: str) -> Installation:
+    def _install(self, name: str, **settings: str) -> BenchmarkInstallation:
         data, out = self.folder / name, self.folder / f"{name}.json"
         environ = clean_environ(
             KEYVAULT_DATA_DIR=str(data), DJANGO_SETTINGS_MODULE="keyvault.project.settings", **settings
@@ -114,4 +114,4 @@ class Testbed:
         command = [sys.executable, "-m", "tests.bench.seed_keys", str(out)]
         command += ["--keys", str(self._keys), "--listed", str(self._listed), "--to-revoke", str(self._to_revoke)]
         run_checked(command, f"The keys on {name} cannot be created", environ)
-        return Installation(environ, data, **json.loads(out.read_text()))
+        return BenchmarkInstallation(environ, data, **json.loads(out.read_text()))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .cases import Case, find_wrong_response
+from .cases import BenchmarkCase, find_wrong_response
 from .figures import HIT, TAIL, Run, Spread, find_noise, number, spread
 from .generators import find_generators
 from .launch import RunningServer, StartError, running_server
@@ -63,7 +63,7 @@ class OpenLoopRun:
     flags: list[str]
 
 
-class Verify:
+class VerifyBenchmark:
     """One run of the benchmark. `states`: for each case without figures, the reason."""
 
     def __init__(self, testbed: Testbed, cores: Cores, options: argparse.Namespace) -> None:
@@ -110,7 +110,7 @@ class Verify:
         self.paced = [each for each in self.paced if each.case not in cases]
 
     @contextmanager
-    def _serving(self, server: Server, plan: LaunchPlan) -> Iterator[tuple[RunningServer, list[Case]]]:
+    def _serving(self, server: Server, plan: LaunchPlan) -> Iterator[tuple[RunningServer, list[BenchmarkCase]]]:
         log = self._testbed.folder / f"{server.name.replace(' ', '-')}.log"
         with running_server(plan.command, plan.environ, log, self._cores.server, plan.port) as started:
             cases = plan.cases_at(started.port)
@@ -126,7 +126,7 @@ class Verify:
         except (StartError, RuntimeError, OSError) as error:
             self._drop(server.cases, f"failed: {error}")
 
-    def _measure_case(self, server: Server, started: RunningServer, case: Case, turn: int) -> None:
+    def _measure_case(self, server: Server, started: RunningServer, case: BenchmarkCase, turn: int) -> None:
         wrong = find_wrong_response(started.port, case.probes)
         if wrong is None:
             path = self._warm_up(started, case)
@@ -166,7 +166,7 @@ class Verify:
         except (StartError, RuntimeError, OSError) as error:
             self._drop(server.cases, f"failed: {error}")
 
-    def _pace_case(self, started: RunningServer, case: Case, path: Path, turn: int) -> None:
+    def _pace_case(self, started: RunningServer, case: BenchmarkCase, path: Path, turn: int) -> None:
         """Measure in open loop, right after the maximum rate, because the machine's speed changes."""
         offered = PACE * self._load(started, path, self._options.seconds).rate
         loaded = self._load(started, path, self._options.paced_seconds, offered)
@@ -201,7 +201,7 @@ class Verify:
             rate=rate,
         )
 
-    def _warm_up(self, started: RunningServer, case: Case) -> Path:
+    def _warm_up(self, started: RunningServer, case: BenchmarkCase) -> Path:
         """Write the case's requests to a file, send some of them, and return the file."""
         path = self._testbed.folder / "requests"
         write_requests(path, case.requests)

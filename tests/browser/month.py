@@ -118,7 +118,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Client:
+class MerchantProgram:
     """One of a merchant's programs. `share`: of the uses of its key."""
 
     agent: str
@@ -128,9 +128,9 @@ class Client:
 
 
 CLIENTS = (
-    Client("order-service/4.1", "198.51.100.10", "orders.create", 0.6),
-    Client("checkout-worker/2.0", "203.0.113.24", "orders.retrieve", 0.3),
-    Client("billing-cron/1.3", "192.0.2.61", "payments.list", 0.1),
+    MerchantProgram("order-service/4.1", "198.51.100.10", "orders.create", 0.6),
+    MerchantProgram("checkout-worker/2.0", "203.0.113.24", "orders.retrieve", 0.3),
+    MerchantProgram("billing-cron/1.3", "192.0.2.61", "payments.list", 0.1),
 )
 
 STORES = range(101, 141)

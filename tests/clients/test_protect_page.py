@@ -53,7 +53,7 @@ def read_section(heading: str) -> Section:
 
 
 @dataclass
-class Service:
+class ExampleService:
     """A whole service, its sandbox's private key of `acme`, and what an example needs. `stop` ends the service."""
 
     url: str
@@ -63,7 +63,7 @@ class Service:
 
 
 @pytest.fixture
-def service(tmp_path: Path, transactional_db: None) -> Iterator[Service]:
+def service(tmp_path: Path, transactional_db: None) -> Iterator[ExampleService]:
     make_merchant("acme")
     key = issue(account())[1].reveal()
     token = make_token(P.KEYS_VERIFY, name="shop", scope=StringScope.SANDBOX)[1].reveal()
@@ -71,10 +71,10 @@ def service(tmp_path: Path, transactional_db: None) -> Iterator[Service]:
         folder = tmp_path / "keyvault"
         folder.mkdir()
         port = stop.enter_context(serving(folder, **UNLIMITED))
-        yield Service(f"http://127.0.0.1:{port}", key, token, stop)
+        yield ExampleService(f"http://127.0.0.1:{port}", key, token, stop)
 
 
-def variables(service: Service) -> dict[str, str]:
+def variables(service: ExampleService) -> dict[str, str]:
     """Return the environment of a reader of the page who has installed what it says, the Python client included."""
     own = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
     return own | {
@@ -97,7 +97,7 @@ class Example:
 
 
 @contextmanager
-def running(section: Section, folder: Path, service: Service) -> Iterator[Example]:
+def running(section: Section, folder: Path, service: ExampleService) -> Iterator[Example]:
     """Paste the section into a folder and run its commands, on other ports. Yield when they listen."""
     folder.mkdir(exist_ok=True)
     ports = {port: find_free_port() for port in ("9000", "9001") if port == "9000" or "9001" in section.commands}
@@ -148,7 +148,7 @@ def ask(port: int, path: str, key: str | None = None) -> tuple[int, str, dict[st
         connection.close()
 
 
-def check_answers(example: Example, service: Service, heading: str) -> None:
+def check_answers(example: Example, service: ExampleService, heading: str) -> None:
     """Guarantee: only a valid key gets through, and refusals are Keyvault's."""
     status, text, headers = ask(example.port, ORDER, service.key)
     assert (status, text.strip()) == (200, "acme"), example.log.read_text()
@@ -170,7 +170,7 @@ def check_answers(example: Example, service: Service, heading: str) -> None:
         assert (status, f'"{expected[1]}"' in text) == (expected[0], is_keyvaults), (path, text)
 
 
-def check_without_keyvault(example: Example, service: Service, heading: str) -> None:
+def check_without_keyvault(example: Example, service: ExampleService, heading: str) -> None:
     """Guarantee: no answer of Keyvault's means no, and no output has the key or the token."""
     status, text, headers = ask(example.port, ORDER, service.key)
     if heading in {"Envoy", "Traefik"}:
@@ -249,7 +249,7 @@ EXAMPLES: dict[str, Callable[[str, Path], Section]] = {
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * START_SECONDS)
-def test_page_examples_run_as_pasted(service: Service, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_page_examples_run_as_pasted(service: ExampleService, tmp_path: Path, subtests: pytest.Subtests) -> None:
     """One service answers all examples, because its start takes most of the time."""
     with ExitStack() as stack:
         examples: dict[str, Example] = {}

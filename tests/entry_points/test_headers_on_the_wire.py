@@ -47,7 +47,7 @@ def chunks(*parts: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Wire:
+class ServerWire:
     """The server of `make run` over the test's database, which receives hand-written bytes."""
 
     port: int
@@ -78,12 +78,12 @@ class Wire:
 
 
 @pytest.fixture
-def wire(tmp_path: Path) -> Iterator[Wire]:
+def wire(tmp_path: Path) -> Iterator[ServerWire]:
     make_merchant("acme")
     _, key = issue(find_account("acme", Environment.SANDBOX))
     _, token = make_token(*SERVICE_PERMISSIONS, scope=StringScope.ALL)
     with serving(tmp_path, **UNLIMITED) as port:
-        yield Wire(port, key.reveal().encode(), token.reveal().encode())
+        yield ServerWire(port, key.reveal().encode(), token.reveal().encode())
     logged = (tmp_path / "server.log").read_text()
     assert key.reveal() not in logged
     assert token.reveal() not in logged
@@ -91,7 +91,7 @@ def wire(tmp_path: Path) -> Iterator[Wire]:
     assert "Traceback" not in logged
 
 
-def credential_headers_get_the_verdict_of_the_contract(wire: Wire) -> None:
+def credential_headers_get_the_verdict_of_the_contract(wire: ServerWire) -> None:
     """Guarantee: no spelling of a header lets a second or malformed credential through."""
     key, bearer = b"X-Api-Key: " + wire.key, b"Authorization: Bearer x"
     for lines, expected in (
@@ -136,7 +136,7 @@ def credential_headers_get_the_verdict_of_the_contract(wire: Wire) -> None:
         assert ("www-authenticate" in answer.headers) is (answer.status == 401)
 
 
-def service_token_is_accepted_once_and_in_its_own_header(wire: Wire) -> None:
+def service_token_is_accepted_once_and_in_its_own_header(wire: ServerWire) -> None:
     good = b"Authorization: Bearer " + wire.token
     assert wire.send(good, method=b"GET", path=b"/v1/credentials").status == 200
     for lines in (
@@ -153,7 +153,7 @@ def service_token_is_accepted_once_and_in_its_own_header(wire: Wire) -> None:
         assert outcome(answer) == (401, "service_token_invalid"), lines
 
 
-def paths_match_in_their_canonical_spelling_alone(wire: Wire) -> None:
+def paths_match_in_their_canonical_spelling_alone(wire: ServerWire) -> None:
     """Guarantee: no second spelling of a path reaches an endpoint, so a gateway's rule applies to the same path."""
     key = b"X-Api-Key: " + wire.key
     assert outcome(wire.send(key)) == JUDGED
@@ -200,7 +200,7 @@ def paths_match_in_their_canonical_spelling_alone(wire: Wire) -> None:
         assert (answer.status, answer.body) == (400, b""), path
 
 
-def key_in_a_path_is_refused_in_every_encoding(wire: Wire) -> None:
+def key_in_a_path_is_refused_in_every_encoding(wire: ServerWire) -> None:
     """Guarantee: the response repeats no key from a URL and redirects to no URL with a key."""
     for path in (
         b"/sandbox/%2f" + wire.key,
@@ -217,7 +217,7 @@ def key_in_a_path_is_refused_in_every_encoding(wire: Wire) -> None:
         assert "location" not in answer.headers
 
 
-def bodies_are_read_completely_or_refused(wire: Wire) -> None:
+def bodies_are_read_completely_or_refused(wire: ServerWire) -> None:
     """Guarantee: no entry point acts on a truncated body, and credentials are judged before the body."""
     question = b'{"key": null, "environment": "sandbox", "endpoint": "credentials.acknowledge"}'
     length = b"Content-Length: %d" % len(question)
@@ -248,7 +248,7 @@ def bodies_are_read_completely_or_refused(wire: Wire) -> None:
     assert outcome(wire.send(too_large, body=b" " * 70_000)) == MISSING
 
 
-def oversized_and_unusual_requests_are_refused_without_a_server_error(wire: Wire) -> None:
+def oversized_and_unusual_requests_are_refused_without_a_server_error(wire: ServerWire) -> None:
     key = b"X-Api-Key: " + wire.key
     for lines in (
         (b"X-Api-Key: " + b"a" * 1_000_000,),
@@ -278,7 +278,7 @@ def oversized_and_unusual_requests_are_refused_without_a_server_error(wire: Wire
         assert outcome(answer) == (400, "request_invalid"), host
 
 
-def envoy_request_keeps_the_host_and_the_path_of_its_client(wire: Wire) -> None:
+def envoy_request_keeps_the_host_and_the_path_of_its_client(wire: ServerWire) -> None:
     """The server validates neither: these requests fail because the gateway's own token is missing."""
     for host in (b"shop.example", b"shop.example:8443", b"a b", b"127.0.0.1"):
         for path in (b"/v1/authorize/envoy/a", b"/v1/authorize/envoy/a//b/%2f/../c;x", b"/v1/authorize/envoy/"):
@@ -300,7 +300,7 @@ CHECKS = (
 )
 
 
-def test_server_on_the_wire(wire: Wire, subtests: pytest.Subtests) -> None:
+def test_server_on_the_wire(wire: ServerWire, subtests: pytest.Subtests) -> None:
     """One server answers all checks, because its start takes most of the time."""
     for check in CHECKS:
         with subtests.test(check.__name__):
@@ -312,7 +312,7 @@ def test_server_on_sigterm_writes_the_last_use_and_deregisters_its_reporter(tmp_
     make_merchant("acme")
     key, text = issue(find_account("acme", Environment.SANDBOX))
     with serving(tmp_path, **UNLIMITED) as port:
-        sender = Wire(port, text.reveal().encode(), b"")
+        sender = ServerWire(port, text.reveal().encode(), b"")
         for _ in range(20):
             assert outcome(sender.send(b"X-Api-Key: " + sender.key)) == JUDGED
     assert KeyUse.objects.get(key_id=key.key_id).count == 20

@@ -37,7 +37,7 @@ ORDERS = "/sandbox/merchants/orders/ord_00000000000000000000"
 
 
 @dataclass(frozen=True)
-class Scene:
+class RefusalScene:
     """The server's port; issued keys by their state; service tokens; customer tokens by their owner."""
 
     port: int
@@ -61,7 +61,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path) -> Iterator[RefusalScene]:
     for merchant_id in ("acme", "globex", "initech"):
         make_merchant(merchant_id)
     admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
@@ -87,7 +87,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         "of globex": make_token(P.KEYS_VERIFY, scope=StringScope.SANDBOX, merchants=["globex"])[1].reveal(),
     }
     with serving(tmp_path, **UNLIMITED) as port:
-        yield Scene(port, {what: text.reveal() for what, (_, text) in issued.items()}, services, customers)
+        yield RefusalScene(port, {what: text.reveal() for what, (_, text) in issued.items()}, services, customers)
 
 
 def _fresh(key: Key) -> Key:
@@ -103,7 +103,7 @@ def _customer_token(key: Key) -> str:
     return issue_customer_token(allowed, place, key, customer_id="cust-1")[1].reveal()
 
 
-def unproved(scene: Scene) -> dict[str, bytes]:
+def unproved(scene: RefusalScene) -> dict[str, bytes]:
     """Return strings that prove possession of no key, by the reason."""
     return {
         "unknown": mint(seed="unknown").encode(),
@@ -122,54 +122,54 @@ def unproved(scene: Scene) -> dict[str, bytes]:
 # --- entry points --------------------------------------------------------------------------------------------
 
 
-def integration(scene: Scene, key: bytes, service: str) -> bytes:
+def integration(scene: RefusalScene, key: bytes, service: str) -> bytes:
     return scene.send("GET", ORDERS, {"X-Api-Key": key})
 
 
-def integration_posting(scene: Scene, key: bytes, service: str) -> bytes:
+def integration_posting(scene: RefusalScene, key: bytes, service: str) -> bytes:
     headers: dict[str, bytes | str] = {"X-Api-Key": key, "Content-Type": "application/json", "Idempotency-Key": "1"}
     return scene.send("POST", "/sandbox/merchants/orders", headers, b"{}")
 
 
-def integration_unknown_path(scene: Scene, key: bytes, service: str) -> bytes:
+def integration_unknown_path(scene: RefusalScene, key: bytes, service: str) -> bytes:
     return scene.send("GET", "/sandbox/nowhere", {"X-Api-Key": key})
 
 
-def integration_revoking(scene: Scene, key: bytes, service: str) -> bytes:
+def integration_revoking(scene: RefusalScene, key: bytes, service: str) -> bytes:
     return scene.send("POST", "/sandbox/credentials/revoke-self", {"X-Api-Key": key})
 
 
-def verify(scene: Scene, key: bytes, service: str, **more: Any) -> bytes:
+def verify(scene: RefusalScene, key: bytes, service: str, **more: Any) -> bytes:
     return _post(scene, "/v1/keys/verify", service, _question(key, **more))
 
 
-def verify_dry(scene: Scene, key: bytes, service: str) -> bytes:
+def verify_dry(scene: RefusalScene, key: bytes, service: str) -> bytes:
     return verify(scene, key, service, dry_run=True)
 
 
-def verify_naming(scene: Scene, key: bytes, service: str) -> bytes:
+def verify_naming(scene: RefusalScene, key: bytes, service: str) -> bytes:
     return verify(scene, key, service, merchant="acme", customer_token="x", origin="https://shop.example")
 
 
-def verify_batch(scene: Scene, key: bytes, service: str) -> bytes:
+def verify_batch(scene: RefusalScene, key: bytes, service: str) -> bytes:
     return _post(scene, "/v1/keys/verify-batch", service, {"requests": [_question(key), _question(key)]})
 
 
-def traefik(scene: Scene, key: bytes, service: str) -> bytes:
+def traefik(scene: RefusalScene, key: bytes, service: str) -> bytes:
     described = {"X-Forwarded-Method": "GET", "X-Forwarded-Uri": ORDERS, "X-Forwarded-Host": "127.0.0.1"}
     return scene.send("GET", "/v1/authorize/traefik", {"X-Service-Token": service, "X-Api-Key": key, **described})
 
 
-def nginx(scene: Scene, key: bytes, service: str) -> bytes:
+def nginx(scene: RefusalScene, key: bytes, service: str) -> bytes:
     described = {"X-Original-Method": "GET", "X-Original-URI": ORDERS, "X-Original-Host": "127.0.0.1"}
     return scene.send("GET", "/v1/authorize/nginx", {"X-Service-Token": service, "X-Api-Key": key, **described})
 
 
-def envoy(scene: Scene, key: bytes, service: str) -> bytes:
+def envoy(scene: RefusalScene, key: bytes, service: str) -> bytes:
     return scene.send("GET", f"/v1/authorize/envoy{ORDERS}", {"X-Service-Token": service, "X-Api-Key": key})
 
 
-Send = Callable[[Scene, bytes, str], bytes]
+Send = Callable[[RefusalScene, bytes, str], bytes]
 INTEGRATION: tuple[Send, ...] = (integration, integration_posting, integration_unknown_path, integration_revoking)
 GATEWAYS: tuple[Send, ...] = (traefik, nginx, envoy)
 SERVICE: tuple[Send, ...] = (verify, verify_dry, verify_naming, verify_batch, *GATEWAYS)
@@ -179,7 +179,7 @@ def _question(key: bytes, **more: Any) -> dict[str, Any]:
     return {"key": key.decode("latin-1"), "environment": "sandbox", "endpoint": "orders.retrieve", **more}
 
 
-def _post(scene: Scene, path: str, service: str, body: Any) -> bytes:
+def _post(scene: RefusalScene, path: str, service: str, body: Any) -> bytes:
     headers = {"Authorization": f"Bearer {service}", "Content-Type": "application/json"}
     return scene.send("POST", path, headers, json.dumps(body).encode())
 
@@ -187,7 +187,7 @@ def _post(scene: Scene, path: str, service: str, body: Any) -> bytes:
 # --- comparison ---------------------------------------------------------------------------------------
 
 
-def refusals_of_unproved_keys_are_identical_at_every_entry_point(scene: Scene) -> None:
+def refusals_of_unproved_keys_are_identical_at_every_entry_point(scene: RefusalScene) -> None:
     """Guarantee: status line, header order and body do not reveal whether a key is unknown, malformed or wrong."""
     for send in (*INTEGRATION, *SERVICE):
         answers = {what: send(scene, key, scene.services["all"]) for what, key in unproved(scene).items()}
@@ -196,7 +196,7 @@ def refusals_of_unproved_keys_are_identical_at_every_entry_point(scene: Scene) -
         assert not DENIED.search(proved), "the entry point refuses a good key too: nothing was compared"
 
 
-def refusals_of_another_merchant_s_keys_are_identical_to_unknown_ones(scene: Scene) -> None:
+def refusals_of_another_merchant_s_keys_are_identical_to_unknown_ones(scene: RefusalScene) -> None:
     """Guarantee: a service token of one merchant learns neither the existence nor the state of another's keys."""
     foreign = {what: text.encode() for what, text in scene.keys.items() if what != "globex's"}
     for send in SERVICE:
@@ -208,7 +208,7 @@ def refusals_of_another_merchant_s_keys_are_identical_to_unknown_ones(scene: Sce
         assert send not in GATEWAYS or own.startswith(b"HTTP/1.1 200 ")
 
 
-def refusals_of_unproved_customer_tokens_are_identical(scene: Scene) -> None:
+def refusals_of_unproved_customer_tokens_are_identical(scene: RefusalScene) -> None:
     """Guarantee: with a good key, unknown, malformed, wrong and other merchants' tokens get the same response."""
     key = scene.keys["good"]
     bearers = {
@@ -229,14 +229,14 @@ def refusals_of_unproved_customer_tokens_are_identical(scene: Scene) -> None:
     assert b" 200 " in ask(scene.customers["acme"]).partition(b"\r\n")[0]
 
 
-def refusals_beyond_the_limit_of_failed_proofs_are_identical(scene: Scene) -> None:
+def refusals_beyond_the_limit_of_failed_proofs_are_identical(scene: RefusalScene) -> None:
     """Guarantee: beyond the limit every guess gets the same response with Retry-After; a good key still passes."""
     answers = {what: _guess_until_limited(scene, key) for what, key in unproved(scene).items()}
     _expect_one(answers, integration)
     assert b'"not_found"' in integration(scene, scene.keys["good, too"].encode(), "")
 
 
-def _guess_until_limited(scene: Scene, key: bytes) -> bytes:
+def _guess_until_limited(scene: RefusalScene, key: bytes) -> bytes:
     """Return the first response with Retry-After.
 
     The limit gives back one attempt every 0.6 s, so that a slow machine needs more attempts than the limit.
@@ -263,7 +263,7 @@ CHECKS = (
 """In this order, because the third check revokes the good key, and the last leaves its client limited."""
 
 
-def test_refusals_of_unproved_credentials_are_identical(scene: Scene, subtests: pytest.Subtests) -> None:
+def test_refusals_of_unproved_credentials_are_identical(scene: RefusalScene, subtests: pytest.Subtests) -> None:
     """One server answers all checks, because its start takes most of the time."""
     for check in CHECKS:
         with subtests.test(check.__name__):

@@ -44,7 +44,7 @@ Cause = Callable[[Deployment], Callable[[], object]]
 
 
 @dataclass(frozen=True)
-class Fault:
+class AlertFault:
     """`needs_disk`: it needs a small file system. `is_restarting`: programs that end during the fault are restarted."""
 
     alerts: frozenset[str]
@@ -216,53 +216,55 @@ def _seal_and_restart(deployment: Deployment) -> Callable[[], object]:
     return undo
 
 
-ON_HOSTS: Mapping[str, Fault] = {
-    "the worker is killed while work is due": Fault(
+ON_HOSTS: Mapping[str, AlertFault] = {
+    "the worker is killed while work is due": AlertFault(
         frozenset({"KeyvaultProcessLost", "KeyvaultTargetDown", "KeyvaultQueueDelayed"}),
         _kill_worker,
         is_restarting=False,
     ),
-    "beat is killed": Fault(
+    "beat is killed": AlertFault(
         frozenset({"KeyvaultProcessLost", "KeyvaultTargetDown"}), _kill("beat"), is_restarting=False
     ),
-    "Redis is lost": Fault(frozenset({"KeyvaultRedisUnavailable", "KeyvaultLimitStoreLost"}), _stop("redis")),
-    "PostgreSQL is lost": Fault(
+    "Redis is lost": AlertFault(frozenset({"KeyvaultRedisUnavailable", "KeyvaultLimitStoreLost"}), _stop("redis")),
+    "PostgreSQL is lost": AlertFault(
         frozenset({"KeyvaultDatabaseUnavailable", "KeyvaultChangeFeedStale", "KeyvaultServerErrors"}),
         _stop("postgres"),
     ),
-    "the revocation log is lost": Fault(frozenset({"KeyvaultRevocationLogMissing"}), _lose_log),
-    "the revocation log is read-only": Fault(
+    "the revocation log is lost": AlertFault(frozenset({"KeyvaultRevocationLogMissing"}), _lose_log),
+    "the revocation log is read-only": AlertFault(
         frozenset({"KeyvaultRevocationLogFailing"}), _make_log_read_only, needs_disk=True
     ),
-    "a clock is wrong": Fault(frozenset({"KeyvaultClockDiffers"}), _step_clock),
-    "a disk is almost full": Fault(
+    "a clock is wrong": AlertFault(frozenset({"KeyvaultClockDiffers"}), _step_clock),
+    "a disk is almost full": AlertFault(
         frozenset({"KeyvaultDiskAlmostFull"}), _fill_disk(ALMOST_FULL_BYTES), needs_disk=True
     ),
-    "a disk is full": Fault(frozenset({"KeyvaultDiskFull"}), _fill_disk(0), needs_disk=True),
+    "a disk is full": AlertFault(frozenset({"KeyvaultDiskFull"}), _fill_disk(0), needs_disk=True),
 }
 
-AT_WORK: Mapping[str, Fault] = {
-    "webhooks are answered with 500": Fault(
+AT_WORK: Mapping[str, AlertFault] = {
+    "webhooks are answered with 500": AlertFault(
         frozenset({"KeyvaultWebhooksGivenUp", "KeyvaultAlarmsUndelivered"}), _refuse_webhooks
     ),
-    "a password is guessed": Fault(
+    "a password is guessed": AlertFault(
         frozenset({"KeyvaultSignInRefusals", "KeyvaultAlarmsUnacknowledged"}), _guess_password
     ),
-    "the keystore is lost": Fault(frozenset({"KeyvaultRevocationAnchorLate", "KeyvaultAuditUnsigned"}), _lose_keystore),
-    "a table is missing": Fault(
+    "the keystore is lost": AlertFault(
+        frozenset({"KeyvaultRevocationAnchorLate", "KeyvaultAuditUnsigned"}), _lose_keystore
+    ),
+    "a table is missing": AlertFault(
         frozenset({"KeyvaultServerErrors", "KeyvaultVerifyErrors", "KeyvaultTaskFailing"}), _rename_table
     ),
-    "the database is slow": Fault(frozenset({"KeyvaultVerifySlow"}), _slow_down_database),
+    "the database is slow": AlertFault(frozenset({"KeyvaultVerifySlow"}), _slow_down_database),
     # The last one: the rotation stays stalled.
-    "a rotation stalls": Fault(frozenset({"KeyvaultRotationStalled"}), _stall_rotation),
+    "a rotation stalls": AlertFault(frozenset({"KeyvaultRotationStalled"}), _stall_rotation),
 }
 
-ON_VAULT: Mapping[str, Fault] = {
-    "the Vault is sealed": Fault(frozenset({"KeyvaultVaultSealed", "KeyvaultVaultTokenExpires"}), _seal),
-    "the worker starts while the Vault is sealed": Fault(
+ON_VAULT: Mapping[str, AlertFault] = {
+    "the Vault is sealed": AlertFault(frozenset({"KeyvaultVaultSealed", "KeyvaultVaultTokenExpires"}), _seal),
+    "the worker starts while the Vault is sealed": AlertFault(
         frozenset({"KeyvaultVaultSealed", "KeyvaultRevocationLogUncompared"}), _seal_and_restart
     ),
 }
 
-PARTS: Mapping[str, Mapping[str, Fault]] = {"hosts": ON_HOSTS, "work": AT_WORK, "vault": ON_VAULT}
+PARTS: Mapping[str, Mapping[str, AlertFault]] = {"hosts": ON_HOSTS, "work": AT_WORK, "vault": ON_VAULT}
 """The faults by part. The parts run at the same time, each with servers of its own."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from django.db import connections
 
 from tests.faults.alert_deployment import Deployment, open_deployment, shorten_rules
-from tests.faults.alert_faults import PARTS, Fault
+from tests.faults.alert_faults import PARTS, AlertFault
 from tests.faults.programs import GaveUpError, until
 from tests.faults.results import Options, Result, say
 
@@ -42,7 +42,7 @@ def run(options: Options) -> Result:
     return result
 
 
-def _perform(deployment: Deployment, result: Result, name: str, fault: Fault) -> None:
+def _perform(deployment: Deployment, result: Result, name: str, fault: AlertFault) -> None:
     _restore(deployment)
     deployment.prometheus.load(shorten_rules(ALWAYS_SHORTER | fault.alerts))
     undo = fault.cause(deployment)

@@ -5,7 +5,7 @@ from tests.faults.campaign import begin_campaign, is_over, judge_campaign
 from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, served, until
 from tests.faults.results import Options, Result
-from tests.faults.traffic import Traffic
+from tests.faults.traffic import MerchantTraffic
 
 MEMBERS = 60
 REQUESTS_PER_SECOND = 60
@@ -19,7 +19,7 @@ def run(options: Options) -> Result:
     merchants, token = make_merchants(MEMBERS), gateway_token()
     with (
         served(options.folder, workers=2, beats=2) as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
+        MerchantTraffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
     ):
         campaign = begin_campaign()
         try:

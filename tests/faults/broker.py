@@ -8,7 +8,7 @@ from tests.faults.campaign import begin_campaign, count_closed, is_over, judge_c
 from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, restarted, served, until
 from tests.faults.results import Options, Result, say
-from tests.faults.traffic import Traffic
+from tests.faults.traffic import MerchantTraffic
 
 MEMBERS = 60
 REQUESTS_PER_SECOND = 80
@@ -25,7 +25,7 @@ def run(options: Options) -> Result:
     merchants, token = make_merchants(MEMBERS), gateway_token()
     with (
         served(options.folder) as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
+        MerchantTraffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
     ):
         campaign = begin_campaign()
         try:

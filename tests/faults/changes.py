@@ -62,7 +62,7 @@ class Ban:
 
 
 @dataclass(slots=True)
-class Target:
+class ChangeTarget:
     """A subject to change. `undo` None: the change cannot be undone."""
 
     name: str
@@ -80,8 +80,8 @@ class Subjects:
     requests: dict[str, VerifyRequest]
     good: list[str]
     expiring: str
-    victims: list[Target]
-    others: list[Target]
+    victims: list[ChangeTarget]
+    others: list[ChangeTarget]
 
 
 def make_subjects(victims: int, tokens: int) -> Subjects:
@@ -100,12 +100,12 @@ def make_subjects(victims: int, tokens: int) -> Subjects:
     for number in range(victims):
         key, text = scene.issue(scene.account(f"shop{number % 4}"), now(), label=f"victim {number}")
         requests[key.key_id] = make_request(key.key_id, text, token)
-        revoked.append(Target(key.key_id, ("key", key.key_id), _revoking(key.key_id)))
+        revoked.append(ChangeTarget(key.key_id, ("key", key.key_id), _revoking(key.key_id)))
     for number in range(4):
         key, text = scene.issue(place, now(), label=f"held {number}")
         requests[key.key_id] = make_request(key.key_id, text, token)
         others.append(
-            Target(
+            ChangeTarget(
                 key.key_id,
                 ("key", key.key_id),
                 _with_key(suspend_key, P.KEYS_SUSPEND, key.key_id),
@@ -116,7 +116,7 @@ def make_subjects(victims: int, tokens: int) -> Subjects:
     for number in range(tokens):
         row, text = make_token(P.KEYS_VERIFY, name=f"gateway {number}")
         requests[row.token_id] = make_request(row.token_id, steady, text)
-        others.append(Target(row.token_id, ("service_token", row.token_id), _revoking_token(row.token_id)))
+        others.append(ChangeTarget(row.token_id, ("service_token", row.token_id), _revoking_token(row.token_id)))
     for name, forward, back, wrong in (
         ("halted", _halting(suspend_account), _halting(resume_account), lambda reply: reply.is_yes),
         ("narrow", _limiting(LOW), _limiting(None), lambda reply: reply.is_yes and (reply.remaining or 0) > LITTLE),
@@ -124,12 +124,12 @@ def make_subjects(victims: int, tokens: int) -> Subjects:
         _, text = scene.issue(scene.account(name), now(), label=name)
         requests[name] = make_request(name, text, token)
         change, undo = _at(name, forward), _at(name, back)
-        others.append(Target(name, ("account", f"{name}/sandbox"), change, undo, wrong))
+        others.append(ChangeTarget(name, ("account", f"{name}/sandbox"), change, undo, wrong))
     draft = EndpointDraft("faults.list", "GET", "/faults", frozenset({KeyKind.PRIVATE}))
     add_endpoint(grant(scene.admin(), P.CATALOG_WRITE), draft)
     requests["faults.list"] = make_request("faults.list", steady, token, "faults.list")
     others.append(
-        Target(
+        ChangeTarget(
             "faults.list",
             ("endpoint", "faults.list"),
             _with_endpoint(withdraw_endpoint),
@@ -221,7 +221,7 @@ class SubjectChanges:
             target.change = lambda: by(target.name)
         return self.apply(target, is_notified=is_notified)
 
-    def apply(self, target: Target, *, is_notified: bool = True) -> Ban | None:
+    def apply(self, target: ChangeTarget, *, is_notified: bool = True) -> Ban | None:
         self.prefer(target.name)
         time.sleep(WARM_SECONDS)
         self.changed_during.setdefault(target.name, []).append([time.monotonic(), float("inf")])
@@ -239,7 +239,7 @@ class SubjectChanges:
         self.bans.append(ban)
         return ban
 
-    def undo(self, target: Target) -> None:
+    def undo(self, target: ChangeTarget) -> None:
         assert target.ban is not None
         assert target.undo is not None
         target.ban.ended_at, target.ban = time.monotonic(), None
@@ -247,7 +247,7 @@ class SubjectChanges:
             self.count += 1
             self.changed_during[target.name][-1][1] = time.monotonic()
 
-    def _try(self, target: Target, change: Callable[[], object]) -> bool:
+    def _try(self, target: ChangeTarget, change: Callable[[], object]) -> bool:
         try:
             change()
         except (DatabaseError, InterfaceError):

@@ -11,7 +11,7 @@ from tests.faults import expected_verdicts
 from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, served, until
 from tests.faults.results import Options, Result, say
-from tests.faults.traffic import Merchant, Traffic
+from tests.faults.traffic import Merchant, MerchantTraffic
 from tests.rotation import scene
 
 MERCHANTS = 8
@@ -54,7 +54,7 @@ def _serve_skewed(
     clock.write_text(str(skew))
     with (
         served(options.folder, environ={"FAULTS_CLOCK": str(clock)}, wrapper="tests.faults.skewed") as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
+        MerchantTraffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
     ):
         say(f"the workers' clock is {skew:+.0f} s from PostgreSQL's")
         until(

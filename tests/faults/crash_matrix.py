@@ -68,7 +68,7 @@ VERIFIER = "verifier-1"
 
 
 @dataclass(frozen=True, slots=True)
-class Journey:
+class CrashJourney:
     """The course of a rotation: how it begins, whether it is aborted after delivery, and its expected end.
 
     `is_awaited`: a verifier accepts the replacement only after the turn that makes it.
@@ -92,10 +92,10 @@ def _reissue(key: Key, now: datetime) -> Rotation:
     return reissue_key(authorize(scene.tam(), P.ROTATIONS_WRITE, place, now=now), key.credential, "a gist")
 
 
-FORWARD = Journey(_rotate, (S.COMPLETED, KeyState.DEACTIVATED, KeyState.ACTIVE))
-AWAITED = Journey(_rotate, FORWARD.ends, is_awaited=True)
-BACK = Journey(_rotate, (S.ROLLED_BACK, KeyState.ACTIVE, KeyState.DEACTIVATED), is_aborted=True)
-REISSUE = Journey(_reissue, (S.COMPLETED, KeyState.COMPROMISED, KeyState.ACTIVE), begins_keyless=True)
+FORWARD = CrashJourney(_rotate, (S.COMPLETED, KeyState.DEACTIVATED, KeyState.ACTIVE))
+AWAITED = CrashJourney(_rotate, FORWARD.ends, is_awaited=True)
+BACK = CrashJourney(_rotate, (S.ROLLED_BACK, KeyState.ACTIVE, KeyState.DEACTIVATED), is_aborted=True)
+REISSUE = CrashJourney(_reissue, (S.COMPLETED, KeyState.COMPROMISED, KeyState.ACTIVE), begins_keyless=True)
 
 
 def main() -> None:
@@ -129,7 +129,7 @@ def run_other_series(report: dict[str, Any]) -> None:
     )
 
 
-def run_at(journey: Journey, edges: list[str], report: dict[str, Any]) -> list[str]:
+def run_at(journey: CrashJourney, edges: list[str], report: dict[str, Any]) -> list[str]:
     """Run once for each crash point. Return those at which the run was killed."""
     met_again = []
     for edge in edges:
@@ -139,7 +139,7 @@ def run_at(journey: Journey, edges: list[str], report: dict[str, Any]) -> list[s
     return met_again
 
 
-def learn(journey: Journey, name: str) -> list[str]:
+def learn(journey: CrashJourney, name: str) -> list[str]:
     """Return the crash points of a journey, from an undisturbed run."""
     killed, violations = run_once(journey, CrashInjector(NOWHERE, notes_of(name)))
     if killed or violations:
@@ -155,7 +155,7 @@ def met(notes: Path) -> list[str]:
     return list(dict.fromkeys(notes.read_text().split("\n")[:-1]))
 
 
-def run_once(journey: Journey, injector: CrashInjector) -> tuple[bool, list[str]]:
+def run_once(journey: CrashJourney, injector: CrashInjector) -> tuple[bool, list[str]]:
     """Rotate once, killed by the injector, and finish. Return whether it was killed, and the violations."""
     clock = Clock(datetime.now(UTC))
     key, _ = scene.issue(scene.account(MERCHANT), clock())
@@ -190,7 +190,7 @@ def run_once(journey: Journey, injector: CrashInjector) -> tuple[bool, list[str]
     return killed, violations
 
 
-def drive(journey: Journey, rotation_id: str, clock: Clock, reporter: UsageLog, injector: CrashInjector) -> None:
+def drive(journey: CrashJourney, rotation_id: str, clock: Clock, reporter: UsageLog, injector: CrashInjector) -> None:
     """Act as worker, operator and merchant in turn, until the rotation is closed."""
     injector.install()
     for _ in range(ROUNDS):
@@ -211,7 +211,7 @@ def drive(journey: Journey, rotation_id: str, clock: Clock, reporter: UsageLog, 
     raise SystemExit(f"not finished after {ROUNDS} rounds: {get_rotation(rotation_id).state}")
 
 
-def check(journey: Journey, rotation_id: str, when: str) -> list[str]:
+def check(journey: CrashJourney, rotation_id: str, when: str) -> list[str]:
     """Check invariant 1: the key that the merchant reads is good, and at most two keys verify."""
     rotation: Rotation = get_rotation(rotation_id)
     active = set(Key.objects.filter(credential=rotation.credential, state=KeyState.ACTIVE).values_list("pk", flat=True))

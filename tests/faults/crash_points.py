@@ -17,7 +17,7 @@ from tests.faults.crashing import NOWHERE
 from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, WorkerLauncher, served
 from tests.faults.results import Options, Result, say
-from tests.faults.traffic import Traffic
+from tests.faults.traffic import MerchantTraffic
 from tests.faults.workload import Workload
 
 CREDENTIALS = 36
@@ -61,7 +61,7 @@ def run(options: Options) -> Result:
     with served(options.folder, workers=0) as (service, port):
         launcher = WorkerLauncher(options.folder, options.folder / "edges")
         try:
-            with Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as traffic:
+            with MerchantTraffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as traffic:
                 workload = Workload(merchants, options.seed)
                 _kill_and_recover(options, result, service, launcher, workload)
         finally:

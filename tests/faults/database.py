@@ -19,7 +19,7 @@ from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, restarted, served, until
 from tests.faults.results import Options, Result, say
 from tests.faults.servers import Restartable
-from tests.faults.traffic import Traffic
+from tests.faults.traffic import MerchantTraffic
 
 MEMBERS = 60
 REQUESTS_PER_SECOND = 80
@@ -37,7 +37,7 @@ def run(options: Options) -> Result:
     merchants, token = make_merchants(MEMBERS), gateway_token()
     with (
         served(options.folder) as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
+        MerchantTraffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
     ):
         campaign = begin_campaign()
         try:

@@ -10,7 +10,7 @@ from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.message_loss import SEED, TALLY
 from tests.faults.programs import GaveUpError, served, until
 from tests.faults.results import Options, Result
-from tests.faults.traffic import Traffic
+from tests.faults.traffic import MerchantTraffic
 
 MEMBERS = 60
 REQUESTS_PER_SECOND = 80
@@ -25,7 +25,7 @@ def run(options: Options) -> Result:
     loss = {SEED: str(options.seed), TALLY: str(tally)}
     with (
         served(options.folder, environ=loss, wrapper="tests.faults.lossy_celery") as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
+        MerchantTraffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
     ):
         campaign = begin_campaign()
         try:

@@ -23,7 +23,7 @@ from tests.factories import make_token
 from tests.faults.hosts import copy_data
 from tests.faults.programs import GaveUpError, served, until
 from tests.faults.results import Options, Result, say
-from tests.faults.traffic import Client
+from tests.faults.traffic import VerifierClient
 from tests.rotation import scene
 
 VICTIMS = 3
@@ -43,7 +43,7 @@ def run(options: Options) -> Result:
         environ = {"KEYVAULT_DATA_DIR": str(data), "KEYVAULT_DATABASE_URL": f"sqlite:///{data}/keyvault.sqlite3"}
         try:
             with served(options.folder, environ=environ) as (service, port):
-                client = Client(port, gateway)
+                client = VerifierClient(port, gateway)
                 until("readiness", lambda: not _is_named_full(port), STEP_SECONDS, service.restart_ended)
                 for key_id, _ in victims:
                     _fill(disk)
@@ -58,7 +58,7 @@ def run(options: Options) -> Result:
                 client.close()
             # Restarted, from what is on the disk.
             with served(options.folder, environ=environ) as (_, port):
-                client = Client(port, gateway)
+                client = VerifierClient(port, gateway)
                 _judge(result, client, victims, good)
                 client.close()
         except GaveUpError as gave_up:
@@ -74,7 +74,7 @@ def _issue(number: int) -> tuple[str, Plaintext]:
 
 
 def _judge(
-    result: Result, client: Client, victims: list[tuple[str, Plaintext]], good: list[tuple[str, Plaintext]]
+    result: Result, client: VerifierClient, victims: list[tuple[str, Plaintext]], good: list[tuple[str, Plaintext]]
 ) -> None:
     refused = [client.ask(*key, 0, is_dry=False) for key in good]
     allowed = [client.ask(*key, 0, is_dry=False) for key in victims]

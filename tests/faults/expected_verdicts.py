@@ -23,7 +23,7 @@ from keyvault.services.secrets.stored_copies import find_stored
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
 from tests.faults.results import Result
-from tests.faults.traffic import Answer, Merchant
+from tests.faults.traffic import Merchant, VerificationAnswer
 
 _MAKES_UNUSABLE = frozenset({"key.suspended", "key.revoked", "key.compromised", "key.burned", "key.expired"})
 _REVOKES = frozenset({"key.revoked", "key.compromised"})
@@ -49,7 +49,7 @@ class KeyHistory:
     revoked_by: float | None = None
     revoked_by_hand_at: float | None = None
 
-    def may_refuse(self, answer: Answer) -> bool:
+    def may_refuse(self, answer: VerificationAnswer) -> bool:
         """Return whether the refusal is right.
 
         A merchant's own request may be refused only if a person had revoked the key: the engine never revokes one that
@@ -61,7 +61,7 @@ class KeyHistory:
         spans = zip(self.unusable_from, [*self.usable_from, float("inf")], strict=False)
         return any(answer.answered_at >= begun and answer.sent_at <= ended for begun, ended in spans)
 
-    def may_allow(self, answer: Answer) -> bool:
+    def may_allow(self, answer: VerificationAnswer) -> bool:
         return self.revoked_by is None or answer.sent_at <= self.revoked_by
 
 
@@ -77,10 +77,10 @@ class Verdicts:
     refused_dry: int
     wrongly_refused: tuple[str, ...]
     wrongly_allowed: tuple[str, ...]
-    unanswered: tuple[Answer, ...]
+    unanswered: tuple[VerificationAnswer, ...]
 
 
-def judge(answers: Sequence[Answer], returned_at: Mapping[str, float]) -> Verdicts:
+def judge(answers: Sequence[VerificationAnswer], returned_at: Mapping[str, float]) -> Verdicts:
     """Judge every response. Those without a verdict are listed separately: the experiment may allow them."""
     histories = read_histories(returned_at)
     by_hand, dry, wrong_no, wrong_yes, unanswered = 0, 0, [], [], []
@@ -103,7 +103,7 @@ def judge(answers: Sequence[Answer], returned_at: Mapping[str, float]) -> Verdic
 
 def judge_traffic(
     result: Result,
-    answers: Sequence[Answer],
+    answers: Sequence[VerificationAnswer],
     outages: Sequence[tuple[float, float]] = (),
     returned_at: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
@@ -128,7 +128,7 @@ def judge_traffic(
     )
 
 
-def _is_within(answer: Answer, outages: Sequence[tuple[float, float]]) -> bool:
+def _is_within(answer: VerificationAnswer, outages: Sequence[tuple[float, float]]) -> bool:
     """Return whether some moment between request and response lies in an outage."""
     return any(answer.answered_at >= began and answer.sent_at <= ended for began, ended in outages)
 
@@ -184,12 +184,12 @@ def read_audit(**chosen: object) -> Iterator[tuple[AuditEntry, dict[str, Any]]]:
         yield row, json.loads(bytes(row.body))["details"]
 
 
-def _who(answer: Answer) -> str:
+def _who(answer: VerificationAnswer) -> str:
     at = datetime.fromtimestamp(answer.sent_at, UTC)
     return f"{at:%H:%M:%S.%f} {'dry run' if answer.is_dry else 'request'} with {answer.key_id}"
 
 
-def _describe_loss(history: KeyHistory, answer: Answer) -> str:
+def _describe_loss(history: KeyHistory, answer: VerificationAnswer) -> str:
     """Describe how long the key had been unusable, or that nothing had made it so."""
     begun = [at for at in history.unusable_from if at <= answer.answered_at]
     return f"{answer.sent_at - begun[-1]:+.3f} s after the engine took it" if begun else "and nothing had taken it away"

@@ -34,7 +34,7 @@ from tests.faults.programs import GaveUpError, served, until
 from tests.faults.proxy import Proxy
 from tests.faults.results import Options, Result, say
 from tests.faults.servers import DATABASE_NAME, Restartable
-from tests.faults.traffic import Answer, Client, Merchant, Traffic
+from tests.faults.traffic import Merchant, MerchantTraffic, VerificationAnswer, VerifierClient
 from tests.rotation import scene
 from tests.servers import postgres
 from tests.servers.throwaway import Place, Plan, new_directory, unprivileged_owner
@@ -179,9 +179,9 @@ def _lose_primary(
     """Revoke on the primary, part of it unseen by the standby, and kill the primary under traffic. Then stop all."""
     with (
         served(options.folder, environ=environ) as (service, port),
-        Traffic(merchants, port, token, 40, options.seed) as sent,
+        MerchantTraffic(merchants, port, token, 40, options.seed) as sent,
     ):
-        client = Client(port, token)
+        client = VerifierClient(port, token)
         result.must_be_none("refused that should pass", _must_allow(client, victims))
         _revoke(victims[:REPLICATED])
         until("the standby to follow", lambda: _has_streamed(primary, standby), STREAM_SECONDS, service.restart_ended)
@@ -214,15 +214,15 @@ def _revoke(victims: list[tuple[str, Plaintext]]) -> None:
         revoke_key(grant(scene.admin(), P.KEYS_REVOKE, key.credential.account), key, RevocationReason.KEY_COMPROMISE)
 
 
-def _ask(client: Client, victims: list[tuple[str, Plaintext]]) -> list[Answer]:
+def _ask(client: VerifierClient, victims: list[tuple[str, Plaintext]]) -> list[VerificationAnswer]:
     return [client.ask(key_id, text, 0, is_dry=True) for key_id, text in victims]
 
 
-def _must_allow(client: Client, victims: list[tuple[str, Plaintext]]) -> list[str]:
+def _must_allow(client: VerifierClient, victims: list[tuple[str, Plaintext]]) -> list[str]:
     return [f"{each.key_id}: {each.status} {each.code}" for each in _ask(client, victims) if not each.is_yes]
 
 
-def _must_refuse(client: Client, victims: list[tuple[str, Plaintext]]) -> list[str]:
+def _must_refuse(client: VerifierClient, victims: list[tuple[str, Plaintext]]) -> list[str]:
     return [f"{each.key_id} is allowed" for each in _ask(client, victims) if each.is_yes]
 
 
@@ -259,9 +259,9 @@ def _serve_again(
     """The service starts on the promoted server, refuses what was revoked, and rotates."""
     with (
         served(options.folder, environ=environ) as (service, port),
-        Traffic(merchants, port, token, 40, options.seed) as sent,
+        MerchantTraffic(merchants, port, token, 40, options.seed) as sent,
     ):
-        client = Client(port, token)
+        client = VerifierClient(port, token)
         result.must_be_none("allowed that should not", _must_refuse(client, victims))
         campaign = begin_campaign()
         until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.restart_ended)

@@ -12,7 +12,7 @@ from tests.faults.campaign import begin_campaign, is_over
 from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, served, until
 from tests.faults.results import Options, Result, say
-from tests.faults.traffic import Traffic
+from tests.faults.traffic import MerchantTraffic
 from tests.killing import KILLED_MASTER_KEY_ROTATION
 
 MEMBERS = 40
@@ -41,7 +41,7 @@ def run(options: Options) -> Result:
         result.must_be((options.folder / "master.key").read_text() != former, "the master key is the former one")
         with (
             served(options.folder) as (service, port),
-            Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
+            MerchantTraffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed) as sent,
         ):
             campaign = begin_campaign()
             until("the end of the campaign", lambda: is_over(campaign, MEMBERS), END_SECONDS, service.restart_ended)

@@ -49,7 +49,7 @@ STOP_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ExperimentSize:
     """How long the experiment is. `bound_seconds`: the staleness bound of the region's token.
 
     `most_p99_ms`: maximum p99 of the receipts outside of partitions, in ms; None: too few receipts to judge.
@@ -63,10 +63,10 @@ class Size:
     most_p99_ms: int | None = None
 
 
-LONG = Size(
+LONG = ExperimentSize(
     revocations=1_000, pause_seconds=0.08, partitions=3, partition_seconds=30, bound_seconds=10, most_p99_ms=1_000
 )
-SHORT = Size(revocations=60, pause_seconds=0.15, partitions=1, partition_seconds=8, bound_seconds=4)
+SHORT = ExperimentSize(revocations=60, pause_seconds=0.15, partitions=1, partition_seconds=8, bound_seconds=4)
 
 
 def run(options: Options) -> Result:
@@ -132,7 +132,7 @@ class Receipts:
                     self.done.append(each)
 
 
-def perform(folder: Path, seed: int, size: Size) -> Result:
+def perform(folder: Path, seed: int, size: ExperimentSize) -> Result:
     result, rng = Result("revocations"), random.Random(seed)  # noqa: S311  not for secrets
     say(f"{size.revocations} keys to revoke are issued")
     have_peppers()
@@ -166,7 +166,7 @@ def perform(folder: Path, seed: int, size: Size) -> Result:
 
 
 def _revoke_all(
-    keys: Mapping[str, Key], receipts: Receipts, sender: RequestSender, line: BadLine, size: Size
+    keys: Mapping[str, Key], receipts: Receipts, sender: RequestSender, line: BadLine, size: ExperimentSize
 ) -> list[tuple[float, float]]:
     """Revoke every key, some of them inside partitions; return the partitions' begins and ends."""
     names = list(keys)
@@ -204,7 +204,11 @@ def _revoke(name: str, key: Key) -> Revocation:
 
 
 def _judge(
-    result: Result, revoked: list[Revocation], replies: list[Any], partitions: list[tuple[float, float]], size: Size
+    result: Result,
+    revoked: list[Revocation],
+    replies: list[Any],
+    partitions: list[tuple[float, float]],
+    size: ExperimentSize,
 ) -> None:
     by_name = {each.name: each for each in revoked}
     after_receipt, too_late, unproved = [], [], []

@@ -36,7 +36,7 @@ NO_ANSWER = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class VerificationAnswer:
     """One verification. `status`: of the decision, else of the call, else NO_ANSWER. `code` "": the key is good.
 
     Times are seconds since 1970, comparable between all processes of this machine.
@@ -110,7 +110,7 @@ class Merchant:
 
 
 @dataclass(slots=True)
-class Traffic:
+class MerchantTraffic:
     """A context manager that sends `rate` requests per second in total and keeps every response.
 
     `by_turns_seconds`: time for which a merchant uses the old key beside a new one.
@@ -123,12 +123,12 @@ class Traffic:
     seed: int
     threads: int = 4
     by_turns_seconds: float = 1.5
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[VerificationAnswer] = field(default_factory=list)
     failed_reads: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
 
-    def __enter__(self) -> "Traffic":
+    def __enter__(self) -> "MerchantTraffic":
         for merchant in self.merchants:
             merchant.read_key()
         for number in range(self.threads):
@@ -164,7 +164,7 @@ class Traffic:
     def _present(self, number: int) -> None:
         rng = random.Random(f"{self.seed} {number}")  # noqa: S311  not for secrets
         mine = list(self.merchants[number :: self.threads]) or list(self.merchants)
-        client = Client(self.port, self.token)
+        client = VerifierClient(self.port, self.token)
         pause = self.threads / self.rate
         due_at = time.monotonic() + pause * number / self.threads
         while not self._stop.wait(max(0.0, due_at - time.monotonic())):
@@ -188,14 +188,14 @@ class Traffic:
         return merchant.choose(time.monotonic(), self.by_turns_seconds)
 
 
-class Client:
+class VerifierClient:
     """One connection of one thread to the verifier. It is opened again after a fault."""
 
     def __init__(self, port: int, token: Plaintext) -> None:
         self._connection = http.client.HTTPConnection(ADDRESS, port, timeout=TIMEOUT_SECONDS)
         self._token = token
 
-    def ask(self, key_id: str, key: Plaintext, source: int, *, is_dry: bool) -> Answer:
+    def ask(self, key_id: str, key: Plaintext, source: int, *, is_dry: bool) -> VerificationAnswer:
         body = {
             "key": key.reveal(),
             "environment": "sandbox",
@@ -220,7 +220,7 @@ class Client:
         except (OSError, http.client.HTTPException, ValueError) as error:
             fault = f"{type(error).__name__}: {error}"
             self._connection.close()
-        return Answer(key_id, sent_at, time.time(), is_dry, status, code, fault)
+        return VerificationAnswer(key_id, sent_at, time.time(), is_dry, status, code, fault)
 
     def close(self) -> None:
         self._connection.close()

@@ -7,7 +7,7 @@ from tests.faults.campaign import begin_campaign, count_closed, is_over, judge_c
 from tests.faults.merchants import gateway_token, make_merchants
 from tests.faults.programs import GaveUpError, served, until
 from tests.faults.results import Options, Result, say
-from tests.faults.traffic import Traffic
+from tests.faults.traffic import MerchantTraffic
 
 MEMBERS = 200
 REQUESTS_PER_SECOND = 150
@@ -23,7 +23,7 @@ def run(options: Options) -> Result:
     say(f"{MEMBERS} credentials")
     with (
         served(options.folder) as (service, port),
-        Traffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed, 8, BY_TURNS_SECONDS) as sent,
+        MerchantTraffic(merchants, port, token, REQUESTS_PER_SECOND, options.seed, 8, BY_TURNS_SECONDS) as sent,
     ):
         began = time.monotonic()
         campaign = begin_campaign()

@@ -16,7 +16,7 @@ from tests.faults.results import Options, Result, say
 from tests.servers.openbao import openbao_on_disk
 from tests.vault_faults.faults import FAULTS, SCENARIOS, can_be_injected
 from tests.vault_faults.harness import VaultHarness, running_harness
-from tests.vault_faults.journey import Fault, InconclusiveError, Journey, Trial
+from tests.vault_faults.journey import InconclusiveError, Journey, Trial, VaultFault
 
 ATTEMPTS = 3
 """Trials of one point until one is conclusive."""
@@ -43,7 +43,7 @@ def run(options: Options) -> Result:
     return result
 
 
-def _sweep(harness: VaultHarness, fault: Fault, scenario: str, calls: list[str], result: Result) -> None:
+def _sweep(harness: VaultHarness, fault: VaultFault, scenario: str, calls: list[str], result: Result) -> None:
     for number, call in enumerate(calls, 1):
         where = f"{fault.name} at {number} {call}, {scenario}"
         result.n += 1

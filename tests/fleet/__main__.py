@@ -35,7 +35,8 @@ from keyvault.management import service
 from keyvault.management.supervisor import StopRequestedError, Supervisor, stopping_on_signals
 from tests import environment
 from tests.backends.receivers import LOOPBACK, Receiver, receiver
-from tests.fleet.merchant import Counts, Fleet, lay_key
+from tests.faults.programs import GaveUpError
+from tests.fleet.merchant import Fleet, OrderCounts, lay_key
 
 FORGOTTEN, WEBHOOK, KILLED = "forgotten", "webhook", "killed"
 ROTATIONS = (FORGOTTEN, WEBHOOK, KILLED)
@@ -54,10 +55,6 @@ WITHIN_SECONDS = 300.0
 POLL_SECONDS = 0.3
 
 
-class GaveUpError(Exception):
-    """A wait that timed out."""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fleet")
     parser.add_argument("rotations", nargs="*", metavar="ROTATION", help=f"{', '.join(ROTATIONS)}; default: all")
@@ -71,7 +68,7 @@ def main() -> int:
     django.setup()
     try:
         with stopping_on_signals(), ExitStack() as stack:
-            held = _Course(stack, data, asked.processes).run(tuple(asked.rotations) or ROTATIONS)
+            held = _FleetCourse(stack, data, asked.processes).run(tuple(asked.rotations) or ROTATIONS)
     except StopRequestedError as stop:
         return 128 + stop.number
     except GaveUpError as gave_up:
@@ -80,7 +77,7 @@ def main() -> int:
     return 0 if held else 1
 
 
-class _Course:
+class _FleetCourse:
     """The service and the fleet, and the rotations in order."""
 
     def __init__(self, stack: ExitStack, data: Path, processes: int) -> None:
@@ -174,7 +171,7 @@ class _Course:
     def _has_restarted(self) -> bool:
         return all(self._service.is_running(child.program.name) for child in self._service._children)
 
-    def _report_failures(self) -> Counts:
+    def _report_failures(self) -> OrderCounts:
         total = self._fleet.count()
         for failure in total.failures:
             _tell(f"  FAILED  {failure}")
@@ -204,11 +201,11 @@ def _refused_in_quarantine(shown: dict[str, Any]) -> int:
     return sum(user["count"] for user in shown["predecessor_users"] if user["outcome"] == "refused")
 
 
-def _difference(now: Counts, before: Counts) -> str:
-    return _describe(Counts(now.orders - before.orders, now.refused - before.refused, now.failed - before.failed))
+def _difference(now: OrderCounts, before: OrderCounts) -> str:
+    return _describe(OrderCounts(now.orders - before.orders, now.refused - before.refused, now.failed - before.failed))
 
 
-def _describe(counts: Counts) -> str:
+def _describe(counts: OrderCounts) -> str:
     return f"{counts.orders:,} orders, {counts.failed} failed, {counts.refused} refused of the forgotten process"
 
 

@@ -28,7 +28,7 @@ _ENVIRON = {
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class OrderCounts:
     """What became of the orders. `refused`: with a key in quarantine."""
 
     orders: int = 0
@@ -36,8 +36,8 @@ class Counts:
     failed: int = 0
     failures: tuple[str, ...] = ()
 
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
+    def __add__(self, other: "OrderCounts") -> "OrderCounts":
+        return OrderCounts(
             self.orders + other.orders,
             self.refused + other.refused,
             self.failed + other.failed,
@@ -101,13 +101,13 @@ class Fleet:
         self._end(name)
         self._start(f"{name}-restarted", "watch")
 
-    def count(self, name: str = "*") -> Counts:
+    def count(self, name: str = "*") -> OrderCounts:
         """Return the counts of one process, or of all that ever ran."""
-        total = Counts()
+        total = OrderCounts()
         for file in sorted(self.folder.glob(f"{name}.json")):
             found = json.loads(file.read_text())
             failures = tuple(f"{file.stem}: {failure}" for failure in found.pop("failures"))
-            total += Counts(**found, failures=failures)
+            total += OrderCounts(**found, failures=failures)
         return total
 
     def find_ended(self) -> list[str]:

@@ -34,7 +34,7 @@ class Secret:
 
 
 @dataclass(frozen=True)
-class Find:
+class UnredactedSecret:
     """A secret that redaction has left in a line."""
 
     seed: int
@@ -203,7 +203,7 @@ SHAPES: list[tuple[str, Shape, tuple[Callable[[Random], Secret], ...]]] = [
 # --- the search ---------------------------------------------------------------------------------------------
 
 
-def find_leaks(seeds: Iterable[int]) -> Iterator[Find]:
+def find_leaks(seeds: Iterable[int]) -> Iterator[UnredactedSecret]:
     """Plant one secret for each seed, in the shapes in turn, and yield those that redaction leaves."""
     formatter = RedactedJSONFormatter()
     for seed in seeds:
@@ -219,7 +219,7 @@ def find_leaks(seeds: Iterable[int]) -> Iterator[Find]:
         lines.append(formatter.format(planted))
         for line in lines:
             if _is_shown(secret.hidden, line):
-                yield Find(seed, name, secret, line)
+                yield UnredactedSecret(seed, name, secret, line)
                 break
 
 

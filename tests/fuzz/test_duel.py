@@ -17,7 +17,7 @@ from .streams import LAST, generate
 SEED, COUNT = 30_000_000, 3_000
 
 
-class Wire:
+class RecordingTransport:
     """A transport that records the written bytes."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ def shared() -> Iterator[Shared]:
 
 
 def exchange(shared: Shared, parts: list[bytes]) -> tuple[bytes, bool]:
-    wire = Wire()
+    wire = RecordingTransport()
     connection = Connection(shared)
     connection.connection_made(cast(asyncio.Transport, wire))
     for part in parts:

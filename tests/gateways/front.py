@@ -75,7 +75,7 @@ def echoing() -> Iterator[Upstream]:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GatewayAnswer:
     status: int
     headers: HTTPMessage
     body: bytes
@@ -105,7 +105,7 @@ class Gateway:
 
     def send(
         self, *lines: str, method: str = "POST", path: str = "/", body: str = "", host: str = "shop.example"
-    ) -> Answer:
+    ) -> GatewayAnswer:
         """Send the request line and the headers unchanged; characters above 127 as latin-1."""
         address = urlsplit(self.url)
         head = [f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close", *lines]
@@ -115,7 +115,7 @@ class Gateway:
             connection.sendall(("\r\n".join([*head, "", ""]) + body).encode("latin-1"))
             with HTTPResponse(connection, method=method) as response:
                 response.begin()
-                answer = Answer(response.status, response.headers, response.read())
+                answer = GatewayAnswer(response.status, response.headers, response.read())
             connection.recv(1)  # It ends the connection once it has logged the request.
             return answer
 

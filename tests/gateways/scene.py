@@ -17,7 +17,7 @@ from tests.factories import PRODUCTION, account, grant, issue, make_merchant, ma
 from tests.fuzz.drive import UNLIMITED
 from tests.fuzz.served import serving
 
-from .front import Answer, Gateway, Upstream, echoing
+from .front import Gateway, GatewayAnswer, Upstream, echoing
 
 ORDERS = "/sandbox/merchants/orders"
 CONFIGURATION = "/sandbox/client/configuration"
@@ -52,7 +52,7 @@ StartGateway = Callable[..., AbstractContextManager[Gateway]]
 
 
 @dataclass
-class Scene:
+class GatewayScene:
     """A sandbox gateway and a production gateway in front of one upstream, and Keyvault, which a test can stop."""
 
     gateway: Gateway
@@ -64,7 +64,7 @@ class Scene:
     keyvault: ExitStack
     open_gateway: Callable[..., Gateway]
 
-    def refused(self, answer: Answer) -> tuple[int, str]:
+    def refused(self, answer: GatewayAnswer) -> tuple[int, str]:
         """Return the status and code of a denial, after a check that the upstream got no request."""
         assert self.upstream.seen == []
         assert self.key.encode() not in answer.body
@@ -74,7 +74,7 @@ class Scene:
 
 
 @contextmanager
-def opened_scene(start: StartGateway, folder: Path) -> Iterator[Scene]:
+def opened_scene(start: StartGateway, folder: Path) -> Iterator[GatewayScene]:
     """Start Keyvault, an upstream and two gateways. At the end, no log of the server has a key or token."""
     make_merchant("acme")
     key = issue(account())[1].reveal()
@@ -91,14 +91,14 @@ def opened_scene(start: StartGateway, folder: Path) -> Iterator[Scene]:
             return around.enter_context(start(token, keyvault=keyvault, upstream=upstream))
 
         gateways = [open_gateway(token) for token in tokens]
-        yield Scene(gateways[0], gateways[1], upstream, key, tokens[0], tokens[1], keyvault, open_gateway)
+        yield GatewayScene(gateways[0], gateways[1], upstream, key, tokens[0], tokens[1], keyvault, open_gateway)
     logged = (folder / "server.log").read_text()
     assert key not in logged
     assert not any(token in logged for token in tokens)
     assert "Traceback" not in logged
 
 
-def gateway_returns_the_original_status_to_its_client(scene: Scene) -> None:
+def gateway_returns_the_original_status_to_its_client(scene: GatewayScene) -> None:
     key, other = f"X-Api-Key: {scene.key}", issue(account("acme", PRODUCTION))[1].reveal()
     public = f"X-Api-Key: {issue(account(), kind=KeyKind.PUBLIC)[1].reveal()}"
     for lines, line, expected in (
@@ -129,7 +129,7 @@ def gateway_returns_the_original_status_to_its_client(scene: Scene) -> None:
         assert answer.headers["Allow"] == ("POST" if expected[0] == 405 else None)
 
 
-def gateway_passes_on_retry_after(scene: Scene) -> None:
+def gateway_passes_on_retry_after(scene: GatewayScene) -> None:
     make_merchant("globex")
     place = account("globex")
     limiting = grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.LIMITS_WRITE, place)
@@ -145,7 +145,7 @@ def gateway_passes_on_retry_after(scene: Scene) -> None:
     assert answer.headers["RateLimit"].startswith('"account";r=0;')
 
 
-def gateway_of_one_environment_refuses_the_others_key(scene: Scene) -> None:
+def gateway_of_one_environment_refuses_the_others_key(scene: GatewayScene) -> None:
     """Guarantee: neither a sandbox key nor the sandbox gateway's own token, sent by a client, opens production."""
     path = "/production/merchants/orders"
     for lines in ((), (f"X-Service-Token: {scene.sandbox_token}",)):
@@ -156,7 +156,7 @@ def gateway_of_one_environment_refuses_the_others_key(scene: Scene) -> None:
     assert scene.upstream.seen.pop().all("X-Environment") == ["production"]
 
 
-def gateway_sends_the_address_of_the_connection(scene: Scene) -> None:
+def gateway_sends_the_address_of_the_connection(scene: GatewayScene) -> None:
     """Guarantee: no header of a client changes the address that is compared with a credential's networks."""
     for networks, expected in ((["192.0.2.0/24"], 403), (["127.0.0.0/8"], 207)):
         key, text = issue(account())

@@ -18,7 +18,7 @@ from .scene import (
     AMBIGUOUS_PATHS,
     CONFIGURATION,
     ORDERS,
-    Scene,
+    GatewayScene,
     gateway_of_one_environment_refuses_the_others_key,
     gateway_passes_on_retry_after,
     gateway_returns_the_original_status_to_its_client,
@@ -32,7 +32,7 @@ GATEWAYS = {"envoy": envoy_gateway, "traefik": traefik_gateway}
 
 
 @pytest.fixture(params=GATEWAYS)
-def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
+def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GatewayScene]:
     require(request.param)
     with opened_scene(GATEWAYS[request.param], tmp_path) as opened:
         yield opened
@@ -46,7 +46,7 @@ def require(name: str) -> None:
         pytest.skip(f"no {name} on this machine: run `make gateways`")
 
 
-def gateway_passes_on_the_identity_from_keyvault_alone(scene: Scene) -> None:
+def gateway_passes_on_the_identity_from_keyvault_alone(scene: GatewayScene) -> None:
     """Guarantee: the upstream gets the client's identity from Keyvault alone, and never the key."""
     forged = [
         "X-Merchant-Id: globex",
@@ -83,7 +83,7 @@ def gateway_passes_on_the_identity_from_keyvault_alone(scene: Scene) -> None:
         assert "forged" not in text
 
 
-def gateway_passes_on_no_identity_with_underscores(scene: Scene) -> None:
+def gateway_passes_on_no_identity_with_underscores(scene: GatewayScene) -> None:
     """Guarantee: an upstream that reads X_Merchant_Id as X-Merchant-Id gets Keyvault's value only."""
     for name in ("X_Merchant_Id", "X-Merchant_Id", "X_Merchant-Id", "X_Environment", "X_Api_Key"):
         answer = scene.gateway.send(f"X-Api-Key: {scene.key}", f"{name}: forged", path=ORDERS)
@@ -91,7 +91,7 @@ def gateway_passes_on_no_identity_with_underscores(scene: Scene) -> None:
         assert scene.upstream.seen == []
 
 
-def gateway_judges_the_path_that_the_upstream_gets(scene: Scene) -> None:
+def gateway_judges_the_path_that_the_upstream_gets(scene: GatewayScene) -> None:
     """Guarantee: the gateway rewrites an ambiguous path before Keyvault judges it, or Keyvault refuses it."""
     key = f"X-Api-Key: {scene.key}"
     unreadable = ("/sandbox/merchants/orders%00", "/sandbox/merchants/orders%", "/../sandbox/merchants/orders", "x")
@@ -103,7 +103,7 @@ def gateway_judges_the_path_that_the_upstream_gets(scene: Scene) -> None:
         assert answer.status in {207, 400, 404}, path
 
 
-def gateway_refuses_requests_with_a_token_that_is_refused(scene: Scene) -> None:
+def gateway_refuses_requests_with_a_token_that_is_refused(scene: GatewayScene) -> None:
     """Guarantee: a gateway whose own token is invalid, or not allowed to verify, lets nothing through."""
     for token, expected in (
         ("nonsense", (401, "service_token_invalid")),
@@ -114,7 +114,7 @@ def gateway_refuses_requests_with_a_token_that_is_refused(scene: Scene) -> None:
         assert scene.refused(answer) == expected
 
 
-def gateway_fails_closed_without_keyvault(scene: Scene) -> None:
+def gateway_fails_closed_without_keyvault(scene: GatewayScene) -> None:
     """Guarantee: while Keyvault is lost, every request is refused with a server error."""
     key = f"X-Api-Key: {scene.key}"
     assert scene.gateway.send(key, path=ORDERS).status == 207
@@ -140,7 +140,7 @@ CHECKS = (
 
 
 @pytest.mark.timeout(300)
-def test_gateway(scene: Scene, subtests: pytest.Subtests) -> None:
+def test_gateway(scene: GatewayScene, subtests: pytest.Subtests) -> None:
     """One server answers all checks, because its start takes most of the time."""
     for check in CHECKS:
         with subtests.test(check.__name__):

@@ -15,7 +15,7 @@ from .scene import (
     AMBIGUOUS_PATHS,
     CONFIGURATION,
     ORDERS,
-    Scene,
+    GatewayScene,
     gateway_of_one_environment_refuses_the_others_key,
     gateway_passes_on_retry_after,
     gateway_returns_the_original_status_to_its_client,
@@ -29,12 +29,12 @@ LOST = (503, "dependency_unavailable")
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path) -> Iterator[GatewayScene]:
     with opened_scene(nginx_gateway, tmp_path) as opened:
         yield opened
 
 
-def gateway_passes_on_the_identity_from_keyvault_alone(scene: Scene) -> None:
+def gateway_passes_on_the_identity_from_keyvault_alone(scene: GatewayScene) -> None:
     """Guarantee: the upstream gets the client's identity from Keyvault alone, and never the key."""
     forged = [
         "X-Merchant-Id: globex",
@@ -82,17 +82,17 @@ def gateway_passes_on_the_identity_from_keyvault_alone(scene: Scene) -> None:
         assert answer.headers["RateLimit-Policy"].startswith('"account"')
 
 
-def gateway_drops_headers_with_underscores(scene: Scene) -> None:
+def gateway_drops_headers_with_underscores(scene: GatewayScene) -> None:
     answer = scene.gateway.send(f"X_Api_Key: {scene.key}", path=ORDERS)
     assert scene.refused(answer) == (401, "credential_missing")
 
 
-def gateway_asks_before_it_reads_the_body(scene: Scene) -> None:
+def gateway_asks_before_it_reads_the_body(scene: GatewayScene) -> None:
     chunked = scene.gateway.send("Transfer-Encoding: chunked", path=ORDERS, body="")
     assert scene.refused(chunked) == (401, "credential_missing")
 
 
-def gateway_passes_on_no_ambiguous_path(scene: Scene) -> None:
+def gateway_passes_on_no_ambiguous_path(scene: GatewayScene) -> None:
     """Guarantee: Keyvault judges the raw path, although nginx decodes escapes, dots and slashes to find a location."""
     key = f"X-Api-Key: {scene.key}"
     for path in AMBIGUOUS_PATHS:
@@ -107,7 +107,7 @@ def gateway_passes_on_no_ambiguous_path(scene: Scene) -> None:
     assert scene.upstream.seen.pop().path == ORDERS
 
 
-def gateway_logs_no_key_and_no_query_string(scene: Scene) -> None:
+def gateway_logs_no_key_and_no_query_string(scene: GatewayScene) -> None:
     """Guarantee: no log of the gateway contains a key that a client put into the URL."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -137,7 +137,7 @@ def gateway_logs_no_key_and_no_query_string(scene: Scene) -> None:
                     assert words not in text, (target, name, words)
 
 
-def gateway_leaves_the_upstreams_own_answers_alone(scene: Scene) -> None:
+def gateway_leaves_the_upstreams_own_answers_alone(scene: GatewayScene) -> None:
     """A failed upstream is not reported as a denial."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
@@ -146,7 +146,7 @@ def gateway_leaves_the_upstreams_own_answers_alone(scene: Scene) -> None:
     assert gateway.send(path=ORDERS).code == "credential_missing"
 
 
-def gateway_fails_closed_without_keyvault(scene: Scene) -> None:
+def gateway_fails_closed_without_keyvault(scene: GatewayScene) -> None:
     """Guarantee: a lost or silent Keyvault, or a refused gateway token, denies every request with a 503."""
     key = f"X-Api-Key: {scene.key}"
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -186,7 +186,7 @@ CHECKS = (
 """The last one stops Keyvault."""
 
 
-def test_nginx_gateway(scene: Scene, subtests: pytest.Subtests) -> None:
+def test_nginx_gateway(scene: GatewayScene, subtests: pytest.Subtests) -> None:
     """One server answers all checks, because its start takes most of the time."""
     for check in CHECKS:
         with subtests.test(check.__name__):

@@ -13,7 +13,7 @@ from tests.factories import account, issue, make_merchant, make_token
 from tests.fuzz.drive import UNLIMITED
 from tests.fuzz.served import serving
 
-from .front import Answer, Gateway
+from .front import Gateway, GatewayAnswer
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -22,14 +22,14 @@ IDENTITY = ("X-Merchant-Id", "X-Environment", "X-Key-Id", "X-Credential-Id", "X-
 
 
 @dataclass(frozen=True)
-class Asking:
+class DialectGateway:
     """A gateway of either dialect, as its samples ask."""
 
     keyvault: Gateway
     key: str
     token: str
 
-    def ask(self, dialect: Dialect, *lines: str, method: str = "POST", path: str = ORDERS) -> Answer:
+    def ask(self, dialect: Dialect, *lines: str, method: str = "POST", path: str = ORDERS) -> GatewayAnswer:
         head = [f"X-Api-Key: {self.key}", f"X-Service-Token: {self.token}", *lines]
         if dialect is Dialect.ENVOY:
             return self.keyvault.send(*head, method=method, path=f"/v1/authorize/envoy{path}", host="shop.example")
@@ -38,19 +38,19 @@ class Asking:
 
 
 @pytest.fixture
-def asking(tmp_path: Path) -> Iterator[Asking]:
+def asking(tmp_path: Path) -> Iterator[DialectGateway]:
     make_merchant("acme")
     key = issue(account())[1].reveal()
     token = make_token(P.KEYS_VERIFY, scope=StringScope.SANDBOX)[1].reveal()
     with serving(tmp_path, **UNLIMITED) as port:
-        yield Asking(Gateway(f"http://127.0.0.1:{port}"), key, token)
+        yield DialectGateway(Gateway(f"http://127.0.0.1:{port}"), key, token)
     logged = (tmp_path / "server.log").read_text()
     assert key not in logged
     assert token not in logged
     assert "Traceback" not in logged
 
 
-def test_gateway_dialects_over_the_wire_get_the_verdicts_of_the_contract(asking: Asking) -> None:
+def test_gateway_dialects_over_the_wire_get_the_verdicts_of_the_contract(asking: DialectGateway) -> None:
     """Guarantee: the identity is always whole, headers without a value included, and paths are judged as sent."""
     for dialect in (Dialect.ENVOY, Dialect.TRAEFIK):
         answer = asking.ask(dialect)

@@ -42,7 +42,7 @@ def outside_the_loop(read: Callable[[], T]) -> T:
 
 
 @dataclass
-class Clock:
+class MachineClock:
     """The monotonic clock and the wall clock of a machine, which the test moves separately."""
 
     monotonic_now: float = 1_000.0
@@ -107,7 +107,7 @@ def prime(*, may_remember: bool = True, full: bool = True, capacity: int | None 
     return Primed(engine, ThreadedFrontend(engine, DatabaseStore(), budgets), may_remember)
 
 
-def prime_by(clock: Clock, *, capacity: int | None = None, **ports: Any) -> Primed:
+def prime_by(clock: MachineClock, *, capacity: int | None = None, **ports: Any) -> Primed:
     """Make an engine whose feed is confirmed at the present time of the test's clock."""
     primed = prime(may_remember=False, capacity=capacity, monotonic=clock.monotonic, wall=clock.wall, **ports)
     primed.engine.freshness.confirm(clock.monotonic(), clock.wall())

@@ -44,7 +44,7 @@ from tests.factories import account, grant, issue, make_merchant, make_token, no
 from tests.hotpath.engine.test_memory import a_key
 
 from .conftest import Stage, revoke
-from .priming import Clock, Primed, Still, decision, encode, masked, prime, prime_by
+from .priming import MachineClock, Primed, Still, decision, encode, masked, prime, prime_by
 
 pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("usage")]
 
@@ -81,7 +81,7 @@ def learn(primed: Primed, stage: Stage) -> None:
     assert primed.from_memory == 1, "this is memory, or nothing is shown"
 
 
-def reread(primed: Primed, clock: Clock) -> None:
+def reread(primed: Primed, clock: MachineClock) -> None:
     primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
 
 
@@ -121,7 +121,7 @@ def test_repeated_denial_is_byte_identical(stage: Stage, end: str) -> None:
         more["origin"] = "https://shop.example/50%25"
     asked = {**stage.asked, "key": text, **more}
     noted: list[EngineVerdict] = []
-    clock = Clock()
+    clock = MachineClock()
     primed = prime_by(clock, note_verdict=noted.append)
     expected = masked(prime(may_remember=False).ask(stage.token, asked))
     answers = [primed.ask(stage.token, asked)]
@@ -258,7 +258,7 @@ def test_revoked_service_token_is_refused_for_a_cached_denial(ended: Stage) -> N
 
 
 def test_expired_service_token_is_refused_for_a_cached_denial(ended: Stage) -> None:
-    clock = Clock()
+    clock = MachineClock()
     primed = prime_by(clock)
     learn(primed, ended)
     clock.pass_seconds(ServiceToken.objects.get().expires_at.timestamp() - clock.wall() - 0.001)
@@ -290,7 +290,7 @@ def test_denied_key_is_judged_again_after_the_eviction_of_its_dependencies(ended
 def test_denied_key_is_read_again_without_a_recent_confirmation(
     ended: Stage, step: str, looked: list[tuple[str, str]]
 ) -> None:
-    clock = Clock()
+    clock = MachineClock()
     primed = prime_by(clock)
     learn(primed, ended)
     clock.pass_seconds(1.9)
@@ -366,7 +366,7 @@ def test_denied_key_past_its_expiry_is_still_reported_as_revoked(stage: Stage) -
     assert key.expires_at is not None
     revoke(key)
     asked = {**stage.asked, "key": text.reveal()}
-    clock = Clock()
+    clock = MachineClock()
     quick, whole = prime_by(clock), prime(may_remember=False, monotonic=clock.monotonic, wall=clock.wall)
     for _ in range(2):
         assert masked(quick.ask(stage.token, asked)) == masked(whole.ask(stage.token, asked))
@@ -387,7 +387,7 @@ def test_denied_key_that_may_become_active_is_judged_each_time(stage: Stage) -> 
     assert late.expires_at is not None
     _, not_yet = staged(stage)
     suspend_key(grant(_admin(), P.KEYS_SUSPEND, account()), stage.key)
-    primed = prime_by(Clock(wall_now=late.expires_at.timestamp() + 60))
+    primed = prime_by(MachineClock(wall_now=late.expires_at.timestamp() + 60))
     denied = {stage.text: "key_not_active", not_yet: "key_not_active", late_text.reveal(): "key_expired"}
     for text, code in denied.items():
         for _ in range(3):
@@ -401,7 +401,7 @@ def test_denied_key_past_its_expiry_is_reported_as_expired_before_and_after_the_
     key, text = issue(account(), label="late", expires_in_days=1)
     assert key.expires_at is not None
     asked = {**stage.asked, "key": text.reveal()}
-    clock = Clock(wall_now=key.expires_at.timestamp() + 60)
+    clock = MachineClock(wall_now=key.expires_at.timestamp() + 60)
     quick, whole = prime_by(clock), prime(may_remember=False, monotonic=clock.monotonic, wall=clock.wall)
     expected = masked(whole.ask(stage.token, asked))
     assert b"key_expired" in expected[2]

@@ -16,7 +16,7 @@ from keyvault.services.usage.recorder import Report, Uses
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-class Central(CentralService):
+class RefusingCentral(CentralService):
     """Refuses the bodies that name a key of `refused`, and keeps the others."""
 
     def __init__(self, refused: Mapping[str, str]) -> None:
@@ -40,7 +40,7 @@ def report_of(*key_ids: str, at: datetime) -> Report:
 @pytest.mark.django_db
 def test_uses_that_are_refused_for_good_are_dropped_and_the_others_stored(caplog: pytest.LogCaptureFixture) -> None:
     """Guarantee: a use that the central service never takes, as of a key that it lacks, does not stop all reports."""
-    central = Central({"b": "/uses/{}/key_id", "d": "/uses/{}/outcome"})
+    central = RefusingCentral({"b": "/uses/{}/key_id", "d": "/uses/{}/outcome"})
     assert CentralSink(central, "reader").store(report_of("a", "b", "c", "d", at=datetime.now(UTC)))
     assert [use["key_id"] for body in central.stored for use in body["uses"]] == ["a", "c"]
     (line,) = [record for record in caplog.records if "dropped" in record.message]
@@ -51,7 +51,7 @@ def test_uses_that_are_refused_for_good_are_dropped_and_the_others_stored(caplog
 @pytest.mark.parametrize("pointer", ["/uses/{}", "/flushed_through", "/uses/7/key_id", "/number"])
 def test_report_that_is_refused_for_its_times_is_kept_whole(pointer: str) -> None:
     """Guarantee: while the clocks differ no uses are lost; they are sent once the clocks agree."""
-    central = Central({"a": pointer})
+    central = RefusingCentral({"a": pointer})
     with pytest.raises(CentralUnavailableError):
         CentralSink(central, "reader").store(report_of("a", "b", at=datetime.now(UTC)))
     assert central.stored == []
@@ -60,7 +60,7 @@ def test_report_that_is_refused_for_its_times_is_kept_whole(pointer: str) -> Non
 @pytest.mark.django_db
 def test_uses_from_before_a_long_outage_are_reported_with_the_oldest_accepted_time() -> None:
     """Guarantee: uses older than the central service takes neither stop the reports nor leave a key silent."""
-    central, now = Central({}), datetime.now(UTC)
+    central, now = RefusingCentral({}), datetime.now(UTC)
     CentralSink(central, "reader").store(report_of("a", at=now - timedelta(days=3)))
     ((use,),) = [body["uses"] for body in central.stored]
     assert now - OLDEST_USE < datetime.fromisoformat(use["first_at"]) <= datetime.fromisoformat(use["last_at"]) < now

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db, pytest.mark.usefixtur
 
 
 @dataclass(frozen=True)
-class World:
+class RequestParts:
     rows: Rows
     others: list[str]
     """Keys of another merchant, whose account has another limit."""
@@ -43,7 +43,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[World]:
+def world(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[RequestParts]:
     """Make the rows once for all tests, and roll them back after the module."""
     with django_db_blocker.unblock(), transaction.atomic():
         rows = make_rows()
@@ -53,7 +53,7 @@ def world(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator
         admin = the_operator("admin", Role.KEY_ADMINISTRATOR)
         for environment in Environment:
             set_endpoint_limit(grant(admin, P.LIMITS_WRITE), environment, "orders.create", Limit(700_000, 60))
-        yield World(
+        yield RequestParts(
             rows,
             [issue(place, kind=kind, label=f"{kind} {n}")[1].reveal() for kind in KeyKind for n in range(2)],
             [
@@ -70,7 +70,7 @@ def world(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator
 class Asking:
     """Draws requests that are mostly valid, with occasional faults."""
 
-    def __init__(self, world: World, data: st.DataObject) -> None:
+    def __init__(self, world: RequestParts, data: st.DataObject) -> None:
         self._world = world
         self._data = data
 
@@ -127,7 +127,7 @@ def _note(proofs: FailedProofs, address: str | None) -> int | None:
 
 
 @pytest.fixture(scope="module")
-def pair(world: World) -> Iterator[tuple[Primed, Primed]]:
+def pair(world: RequestParts) -> Iterator[tuple[Primed, Primed]]:
     """A caching engine and one without a cache; the limits of both give nothing back and are spent alike."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FailedProofs, "note", _note)
@@ -140,7 +140,7 @@ SLOW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_sco
 @SLOW
 @given(data=st.data())
 def test_cached_answers_equal_those_from_the_database(
-    world: World, pair: tuple[Primed, Primed], data: st.DataObject
+    world: RequestParts, pair: tuple[Primed, Primed], data: st.DataObject
 ) -> None:
     """Guarantee: the cache allows nothing that the slow path denies, and both give the same bytes.
 
@@ -157,7 +157,7 @@ def test_cached_answers_equal_those_from_the_database(
 @SLOW
 @given(data=st.data())
 def test_answers_of_a_batch_equal_those_of_single_requests(
-    world: World, pair: tuple[Primed, Primed], data: st.DataObject
+    world: RequestParts, pair: tuple[Primed, Primed], data: st.DataObject
 ) -> None:
     asking = Asking(world, data)
     quick, whole = pair
@@ -183,7 +183,7 @@ def _verdict(decision: dict[str, Any]) -> dict[str, Any]:
     return {name: decision.get(name) for name in ("allowed", "status", "code", "key_id", "customer_id")}
 
 
-def test_cached_answers_are_used(world: World, pair: tuple[Primed, Primed]) -> None:
+def test_cached_answers_are_used(world: RequestParts, pair: tuple[Primed, Primed]) -> None:
     """The tests above compare cached answers only if the cache is used."""
     quick, whole = pair
     row = Row("private", "own", "active", "unnamed", "orders.create", "no_origin", "no_bearer", "no_store")

@@ -314,7 +314,7 @@ class Held:
         self._let_go.set()
 
 
-class Client:
+class AsgiRequest:
     """One request whose ASGI events the test delivers by hand."""
 
     def __init__(self, bridge: Bridge, path: bytes, *headers: tuple[bytes, bytes]) -> None:
@@ -369,10 +369,10 @@ def test_bridge_sign_ins_on_every_console_thread_leave_the_other_planes_free() -
     async def live() -> None:
         bridge = Bridge(held)
         async with living(bridge, held):
-            sign_ins = [Client(bridge, b"/admin/login/") for _ in range(12)]
+            sign_ins = [AsgiRequest(bridge, b"/admin/login/") for _ in range(12)]
             await held.arrive(2)
             await run_ready_tasks()
-            assert (await Client(bridge, b"/echo").answer())[::2] == (200, b"/echo")
+            assert (await AsgiRequest(bridge, b"/echo").answer())[::2] == (200, b"/echo")
             assert held.ran == ["/admin/login/", "/admin/login/", "/echo"]
             held.release()
             assert [(await each.answer())[0] for each in sign_ins] == [200] * 12
@@ -388,9 +388,9 @@ def test_bridge_console_is_recognized_by_the_path_that_django_routes(path: bytes
     async def live() -> None:
         bridge = Bridge(held, capacity=Capacity(threads=1, console_threads=1))
         async with living(bridge, held):
-            Client(bridge, path)
+            AsgiRequest(bridge, path)
             await held.arrive(1)
-            assert (await Client(bridge, b"/echo").answer())[0] == 200
+            assert (await AsgiRequest(bridge, b"/echo").answer())[0] == 200
 
     asyncio.run(live())
 
@@ -401,17 +401,17 @@ def test_bridge_full_queue_answers_a_problem_with_retry_after() -> None:
     async def live() -> None:
         bridge = Bridge(held, capacity=Capacity(threads=1, queue=1))
         async with living(bridge, held):
-            runs = Client(bridge, b"/runs")
+            runs = AsgiRequest(bridge, b"/runs")
             await held.arrive(1)
-            waits = Client(bridge, b"/waits")
+            waits = AsgiRequest(bridge, b"/waits")
             await run_ready_tasks()
-            status, headers, body = await Client(bridge, b"/refused").answer()
+            status, headers, body = await AsgiRequest(bridge, b"/refused").answer()
             assert refused((status, list(headers.items()), body, 0)) == (503, "dependency_unavailable")
             assert headers[b"retry-after"] == b"1"
-            status, headers, _ = await Client(bridge, b"/v1/authorize/nginx").answer()
+            status, headers, _ = await AsgiRequest(bridge, b"/v1/authorize/nginx").answer()
             told = [headers.get(name) for name in (b"x-auth-status", b"x-auth-code", b"retry-after")]
             assert (status, told) == (403, [b"503", b"dependency_unavailable", b"1"]), "nginx fails on a 503"
-            assert (await Client(bridge, b"/admin/echo").answer())[0] == 200
+            assert (await AsgiRequest(bridge, b"/admin/echo").answer())[0] == 200
             held.release()
             assert [(await each.answer())[2] for each in (runs, waits)] == [b"/runs", b"/waits"]
         assert "/refused" not in held.ran
@@ -428,10 +428,10 @@ def test_bridge_verdict_from_memory_needs_no_thread() -> None:
         bridge = Bridge(held, lambda *_: known, Capacity(threads=1, queue=0, console_threads=1, console_queue=0))
         async with living(bridge, held):
             for path in (b"/held", b"/admin/held"):
-                Client(bridge, path)
+                AsgiRequest(bridge, path)
                 await held.arrive(1)
             headers = ((b"host", b"127.0.0.1:8000"), (b"authorization", b"x"), (b"content-length", b"2"), JSON)
-            verify = Client(bridge, b"/v1/keys/verify", *headers)
+            verify = AsgiRequest(bridge, b"/v1/keys/verify", *headers)
             await verify.events.put(chunk(b"{}"))
             assert (await verify.answer())[::2] == (200, b"known")
 
@@ -444,9 +444,9 @@ def test_bridge_full_console_queue_answers_a_page() -> None:
     async def live() -> None:
         bridge = Bridge(held, capacity=Capacity(console_threads=1, console_queue=0))
         async with living(bridge, held):
-            Client(bridge, b"/admin/login/")
+            AsgiRequest(bridge, b"/admin/login/")
             await held.arrive(1)
-            status, headers, body = await Client(bridge, b"/admin/login/").answer()
+            status, headers, body = await AsgiRequest(bridge, b"/admin/login/").answer()
             assert (status, headers[b"content-type"]) == (503, b"text/html; charset=utf-8")
             assert (headers[b"retry-after"], headers[b"cache-control"]) == (b"1", b"no-store")
             assert int(headers[b"content-length"]) == len(body)
@@ -463,19 +463,19 @@ def test_bridge_request_of_a_disconnected_client_never_runs(body: tuple[Message,
     async def live() -> None:
         bridge = Bridge(held, capacity=Capacity(threads=1, queue=2))
         async with living(bridge, held):
-            runs = Client(bridge, b"/runs")
+            runs = AsgiRequest(bridge, b"/runs")
             await held.arrive(1)
             headers = ((b"content-length", b"2"),) if body else ()
-            gone, stays = Client(bridge, b"/gone", *headers), Client(bridge, b"/stays", *headers)
+            gone, stays = AsgiRequest(bridge, b"/gone", *headers), AsgiRequest(bridge, b"/stays", *headers)
             for client in (gone, stays):
                 for message in body or (EMPTY,):
                     await client.events.put(message)
             await run_ready_tasks()
-            assert (await Client(bridge, b"/refused").answer())[0] == 503
+            assert (await AsgiRequest(bridge, b"/refused").answer())[0] == 503
             await gone.events.put(GONE)
             await asyncio.wait_for(gone.task, 60)
             assert gone.sent == []
-            late = Client(bridge, b"/late")
+            late = AsgiRequest(bridge, b"/late")
             await run_ready_tasks()
             held.release()
             assert [(await each.answer())[2] for each in (runs, stays, late)] == [b"/runs", b"/stays", b"/late"]
@@ -490,9 +490,9 @@ def test_bridge_client_that_disconnects_at_its_turn_frees_the_thread() -> None:
     async def live() -> None:
         bridge = Bridge(held, capacity=Capacity(threads=1))
         async with living(bridge, held):
-            runs = Client(bridge, b"/runs")
+            runs = AsgiRequest(bridge, b"/runs")
             await held.arrive(1)
-            gone, late = Client(bridge, b"/gone"), Client(bridge, b"/late")
+            gone, late = AsgiRequest(bridge, b"/gone"), AsgiRequest(bridge, b"/late")
             await run_ready_tasks()
             # In one turn of the loop, its thread becomes free and its client disconnects.
             held.release()
@@ -509,9 +509,9 @@ def test_bridge_oversized_body_of_a_queued_request_is_left_unread() -> None:
     async def live() -> None:
         bridge = Bridge(held, capacity=Capacity(threads=1))
         async with living(bridge, held):
-            Client(bridge, b"/runs")
+            AsgiRequest(bridge, b"/runs")
             await held.arrive(1)
-            large = Client(bridge, b"/large", (b"content-length", b"65537"))
+            large = AsgiRequest(bridge, b"/large", (b"content-length", b"65537"))
             await run_ready_tasks()
             held.release()
             assert ((await large.answer())[0], large.received) == (200, 0)
@@ -528,7 +528,7 @@ def test_bridge_endless_body_is_answered_and_holds_no_thread() -> None:
     async def live() -> None:
         bridge = Bridge(held, capacity=Capacity(threads=1, queue=0, body_seconds=0.01))
         async with living(bridge, held):
-            slow = Client(bridge, b"/slow", (b"content-length", b"3"))
+            slow = AsgiRequest(bridge, b"/slow", (b"content-length", b"3"))
             await slow.events.put(chunk(b"a", more=True))
             status, headers, body = await slow.answer()
             assert refused((status, list(headers.items()), body, 0)) == (408, "request_timeout")
@@ -546,15 +546,17 @@ def test_bridge_requests_in_progress_are_bounded_including_arriving_bodies() -> 
     async def live() -> None:
         bridge = Bridge(held, capacity=Capacity(requests=1))
         async with living(bridge, held):
-            slow = Client(bridge, b"/echo", (b"content-length", b"2"))
+            slow = AsgiRequest(bridge, b"/echo", (b"content-length", b"2"))
             await slow.events.put(chunk(b"a", more=True))
             await run_ready_tasks()
-            refused_one = Client(bridge, b"/echo", (b"content-length", b"2"))
+            refused_one = AsgiRequest(bridge, b"/echo", (b"content-length", b"2"))
             assert ((await refused_one.answer())[0], refused_one.received) == (503, 0)
-            assert (await Client(bridge, b"/healthz").answer())[0] == 200, "a busy process must pass its liveness probe"
+            assert (await AsgiRequest(bridge, b"/healthz").answer())[0] == 200, (
+                "a busy process must pass its liveness probe"
+            )
             await slow.events.put(chunk(b"b"))
             assert (await slow.answer())[0] == 200
-            assert (await Client(bridge, b"/echo").answer())[0] == 200
+            assert (await AsgiRequest(bridge, b"/echo").answer())[0] == 200
 
     asyncio.run(live())
 
@@ -565,13 +567,13 @@ def test_bridge_at_shutdown_answers_queued_requests_and_refuses_new_ones() -> No
     async def live() -> None:
         bridge = Bridge(held, capacity=Capacity(threads=1))
         async with living(bridge, held) as events:
-            runs = Client(bridge, b"/runs")
+            runs = AsgiRequest(bridge, b"/runs")
             await held.arrive(1)
-            waits = Client(bridge, b"/waits")
+            waits = AsgiRequest(bridge, b"/waits")
             await run_ready_tasks()
             await events.put({"type": "lifespan.shutdown"})
             await run_ready_tasks()
-            assert (await Client(bridge, b"/new").answer())[0] == 503
+            assert (await AsgiRequest(bridge, b"/new").answer())[0] == 503
             held.release()
             assert [(await each.answer())[0] for each in (runs, waits)] == [200, 200]
 

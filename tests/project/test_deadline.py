@@ -9,7 +9,7 @@ import pytest
 from keyvault.project.deadline import BodyDeadline
 
 
-class Clock:
+class DeadlineClock:
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -24,8 +24,8 @@ async def run_ready_tasks() -> None:
         await asyncio.sleep(0)
 
 
-def on_a_clock(scenario: Callable[[Clock], Coroutine[Any, Any, None]]) -> None:
-    clock = Clock()
+def on_a_clock(scenario: Callable[[DeadlineClock], Coroutine[Any, Any, None]]) -> None:
+    clock = DeadlineClock()
 
     async def live() -> None:
         asyncio.get_running_loop().time = lambda: clock.now  # type: ignore[method-assign]  # the test controls the clock
@@ -39,7 +39,7 @@ async def forever() -> None:
 
 
 def test_deadline_each_task_gets_the_full_time() -> None:
-    async def scenario(clock: Clock) -> None:
+    async def scenario(clock: DeadlineClock) -> None:
         deadline = BodyDeadline(10)
         first = asyncio.ensure_future(deadline.bound(forever()))
         await clock.set(0)
@@ -66,7 +66,7 @@ def test_deadline_each_task_gets_the_full_time() -> None:
 
 
 def test_deadline_task_that_ends_in_time_is_not_canceled() -> None:
-    async def scenario(clock: Clock) -> None:
+    async def scenario(clock: DeadlineClock) -> None:
         deadline = BodyDeadline(10)
         assert await deadline.bound(asyncio.sleep(0, "done")) == "done"
         await clock.set(100)
@@ -82,7 +82,7 @@ def test_deadline_task_that_ends_in_time_is_not_canceled() -> None:
 
 
 def test_deadline_foreign_cancellation_is_propagated() -> None:
-    async def scenario(clock: Clock) -> None:
+    async def scenario(clock: DeadlineClock) -> None:
         deadline = BodyDeadline(10)
         canceled, both = (asyncio.ensure_future(deadline.bound(forever())) for _ in range(2))
         await run_ready_tasks()

@@ -211,7 +211,7 @@ def test_console_on_a_full_disk_answers_each_write_with_a_page() -> None:
 # --- the embedded default -----------------------------------------------------------------------------------
 
 
-class Installation:
+class SmallDiskInstallation:
     """A service whose database, keystore, revocation log, broker and metrics are on one small disk."""
 
     def __init__(self, disk: Path, folder: Path) -> None:
@@ -247,7 +247,7 @@ class Installation:
 @pytest.mark.timeout(300)
 def test_embedded_service_on_a_full_disk_revokes_verifies_and_recovers(disk: Path, tmp_path: Path) -> None:
     """Guarantee: on SQLite, with everything on one full disk, a key can be revoked and is refused immediately."""
-    installation = Installation(disk, tmp_path)
+    installation = SmallDiskInstallation(disk, tmp_path)
     installation.manage("seed_demo")
     keys = [installation.issue() for _ in range(4)]
     token = installation.manage(

@@ -15,6 +15,7 @@ import pytest
 
 from keyvault.management import service
 from keyvault.management.service import find_free_port
+from tests.fuzz.served import Answer
 
 pytestmark = pytest.mark.long
 
@@ -56,15 +57,8 @@ class Site:
         connection.sendall(f"{head} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         return connection
 
-    def get(self, path: str) -> "Answer":
+    def get(self, path: str) -> Answer:
         return read(self.send(f"GET {path}"))
-
-
-@dataclass
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
 
 
 def read(connection: socket.socket) -> Answer:

@@ -42,14 +42,14 @@ from rotation.services.rotations.engine import advance_rotation
 from tests.admin.desk import browser, list_routes
 from tests.admin.framework.test_enforcement import OPEN
 from tests.bench import scale_rows
-from tests.bench.scale_rows import Samples, Size
+from tests.bench.scale_rows import PlatformSize, Samples
 from tests.factories import grant, make_operator, make_token
 from tests.plans import SlowQueries, empty_files, list_plan_faults, multiply_statistics
 from tests.rotation import scene
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db, pytest.mark.long]
 
-SIZE = Size(1_000)
+SIZE = PlatformSize(1_000)
 FACTOR = 1_000
 DUE = 3
 

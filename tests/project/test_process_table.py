@@ -83,7 +83,7 @@ def namespace() -> None:
 
 
 @dataclass
-class Installation:
+class ContainerInstallation:
     """The processes of the table in a place of their own. `ports`: from the table's to free ones of this machine."""
 
     place: Path
@@ -206,7 +206,7 @@ def openbao_of_the_sample(servers: Path) -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture
-def installation(namespace: None, redis_url: str, tmp_path: Path) -> Iterator[Installation]:
+def installation(namespace: None, redis_url: str, tmp_path: Path) -> Iterator[ContainerInstallation]:
     """An installation that is not set up yet, on PostgreSQL, Redis and, if there is one, OpenBao."""
     server = os.environ[POSTGRES_URL]
     with ExitStack() as stack:
@@ -241,7 +241,7 @@ def installation(namespace: None, redis_url: str, tmp_path: Path) -> Iterator[In
         connection.execute(drop)
         connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(DATABASE)))
         stack.callback(connection.execute, drop)
-        made = Installation(place, settings, {port: free_port() for port in wanted})
+        made = ContainerInstallation(place, settings, {port: free_port() for port in wanted})
         stack.callback(made.kill_all)
         if has_vault:
             token, logins = f"{SECRETS}/openbao_admin_token", f"{CONTAINER_SETTINGS['KEYVAULT_DATA_DIR']}/vault"
@@ -251,7 +251,7 @@ def installation(namespace: None, redis_url: str, tmp_path: Path) -> Iterator[In
 
 
 @contextmanager
-def nginx_in_front(installation: Installation, authority: Authority) -> Iterator["Client"]:
+def nginx_in_front(installation: ContainerInstallation, authority: Authority) -> Iterator["TlsClient"]:
     """Run the shipped files for a host in one nginx, with the addresses, certificates and logs of the test."""
     authority.server(WEB, CONSOLE)
     certificate = (authority.folder / f"{WEB}.pem").read_text()
@@ -273,11 +273,11 @@ def nginx_in_front(installation: Installation, authority: Authority) -> Iterator
         return text
 
     with nginx_server(http) as url:
-        yield Client(urlsplit(url).port or 0, authority.trust())
+        yield TlsClient(urlsplit(url).port or 0, authority.trust())
 
 
 @dataclass(frozen=True)
-class Client:
+class TlsClient:
     """Speaks TLS with the host name of a server at a port of this machine, and checks its certificate."""
 
     port: int
@@ -313,7 +313,7 @@ class Client:
 
 
 @pytest.mark.timeout(600)
-def test_story_of_a_key_on_the_table_of_processes(installation: Installation, tmp_path: Path) -> None:
+def test_story_of_a_key_on_the_table_of_processes(installation: ContainerInstallation, tmp_path: Path) -> None:
     """Guarantee: each process needs no more than its data folder, its secrets and /tmp, and stops on SIGTERM."""
     rows = {row.name: row for row in processes()}
     installation.run(rows["migrate"])
@@ -342,7 +342,7 @@ def test_story_of_a_key_on_the_table_of_processes(installation: Installation, tm
     installation.run(rows["replay"])
 
 
-def _issue_rotate_and_revoke(installation: Installation, client: Client) -> None:
+def _issue_rotate_and_revoke(installation: ContainerInstallation, client: TlsClient) -> None:
     may = ("--permission", "keys:verify", "--permission", "keys:revoke")
     token = installation.manage("create_service_token", "table", "--environment", "sandbox", *may, "--reveal")["token"]
     people = ("--requested-by", "tam", "--approved-by", "approver")
@@ -376,7 +376,7 @@ def _issue_rotate_and_revoke(installation: Installation, client: Client) -> None
     assert client.verify(token, collected["key"]) == "key_revoked"
 
 
-def _is_ready(installation: Installation, row: Process) -> bool:
+def _is_ready(installation: ContainerInstallation, row: Process) -> bool:
     return not row.probes or _status(f"http://127.0.0.1:{installation.ports[row.port]}/readyz") == 200
 
 

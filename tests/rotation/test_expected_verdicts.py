@@ -9,7 +9,7 @@ from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from tests.clocks import Clock
 from tests.faults.expected_verdicts import judge
-from tests.faults.traffic import Answer
+from tests.faults.traffic import VerificationAnswer
 from tests.rotation.steps import advance, overlapping, quarantined, revoke, wait
 
 pytestmark = pytest.mark.django_db
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.django_db
 def are_allowed_wrongly(key_id: str, at: datetime, seconds: list[float], returned: dict[str, float]) -> list[float]:
     """Return those of these times after `at` at which no request that begins then may be allowed."""
     sent = [at.timestamp() + each for each in seconds]
-    answers = [Answer(key_id, each, each + 0.002, False, http.client.OK, "") for each in sent]
+    answers = [VerificationAnswer(key_id, each, each + 0.002, False, http.client.OK, "") for each in sent]
     return [after for after, answer in zip(seconds, answers, strict=True) if judge([answer], returned).wrongly_allowed]
 
 

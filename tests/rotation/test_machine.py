@@ -19,7 +19,7 @@ from rotation.services.rotations.side_effects import Effects
 from tests.rotation.machine.playing import play_share, shares
 from tests.rotation.machine.scenes import VARIANTS, play, stage
 from tests.rotation.machine.watching import ViolationError
-from tests.rotation.machine.world import Variant, World
+from tests.rotation.machine.world import MachineWorld, Variant
 
 pytestmark = [pytest.mark.django_db, pytest.mark.timeout(300)]
 
@@ -50,7 +50,7 @@ def test_machine_runs_on_either_database() -> None:
 
 
 @contextmanager
-def played(state: RotationState) -> Iterator[World]:
+def played(state: RotationState) -> Iterator[MachineWorld]:
     """Return the world at the last scene in that state, rotated by acknowledgement."""
     with transaction.atomic(), stage() as backend:
         for scene in play(backend, VARIANTS[0], 0):
@@ -72,7 +72,7 @@ def goes(state: RotationState, to: RotationState) -> Callable[[Facts, datetime],
     return lambda facts, now: Move(to, "in a hurry") if facts.state is state else next_step(facts, now)
 
 
-def act(world: World) -> None:
+def act(world: MachineWorld) -> None:
     world.pass_time(3)
     world.engine(world.work)
 

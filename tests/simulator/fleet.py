@@ -43,7 +43,7 @@ HISTORY = 400 * DAY
 
 
 @dataclass(slots=True, eq=False)
-class Host:
+class ConsumerHost:
     """One host of a consumer: the key that it holds, and how long after a delivery it reads the replacement.
 
     `lag` None: it is forgotten and moves only when a person sees to it.
@@ -83,7 +83,7 @@ class Consumer:
     source: str
     credential: StoredCredential
     habit: Habit
-    hosts: list[Host]
+    hosts: list[ConsumerHost]
     known: dict[str, KnownUse] = field(default_factory=dict)
     runs: int = 0
     is_new: bool = False
@@ -137,7 +137,7 @@ class FleetOptions:
     sandbox: float = 0.1
 
 
-class Fleet:
+class SimulatedFleet:
     """Make credentials with their consumers, and the uses of the time before the simulation."""
 
     def __init__(self, random: Random, options: FleetOptions, now: datetime) -> None:
@@ -188,7 +188,7 @@ class Fleet:
         random = self._random
         key = credential.in_backend
         is_parted = random.random() < 0.3 and (habit.moves_in_part or habit is BURST)
-        hosts = [Host(key, self._choose_lag()) for _ in range(random.randint(2, 3) if is_parted else 1)]
+        hosts = [ConsumerHost(key, self._choose_lag()) for _ in range(random.randint(2, 3) if is_parted else 1)]
         return Consumer(f"10.{credential.number}.{place}.0/24 {habit.name}", credential, habit, hosts)
 
     def _choose_lag(self) -> timedelta | None:

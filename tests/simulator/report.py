@@ -2,10 +2,10 @@
 
 from datetime import datetime
 
-from tests.simulator.simulation import Result
+from tests.simulator.simulation import SimulationResult
 
 
-def format_result(result: Result, began_at: datetime, seconds: float) -> str:
+def format_result(result: SimulationResult, began_at: datetime, seconds: float) -> str:
     """Return the counts and the last line; for a violation also the last events of its credential."""
     lines = [f"{count:>10,} {what}" for what, count in sorted(result.counts.items())]
     lines.append(f"{(result.at - began_at).days} days in {seconds:.0f} s")

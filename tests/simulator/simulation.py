@@ -11,13 +11,13 @@ from rotation.domain.pacing import Pace
 from tests.simulator.campaign import SimulatedCampaign
 from tests.simulator.clock import VirtualClock
 from tests.simulator.engine import ConflictError, Engine
-from tests.simulator.fleet import Consumer, Fleet, FleetOptions, Uses
+from tests.simulator.fleet import Consumer, FleetOptions, SimulatedFleet, Uses
 from tests.simulator.invariants import INVARIANTS, Step, judge_stuck
 from tests.simulator.people import People
 from tests.simulator.rules import Rules
 from tests.simulator.scheduler import Scheduler
 from tests.simulator.store import StoredCredential, StoredKey
-from tests.simulator.traffic import Traffic
+from tests.simulator.traffic import ConsumerTraffic
 from tests.simulator.verifiers import Verifier, VerifierFleet
 
 WORKERS, VERIFIERS = 4, 4
@@ -38,7 +38,7 @@ class Violation:
 
 
 @dataclass(slots=True)
-class Result:
+class SimulationResult:
     """The end of a simulation."""
 
     seed: int
@@ -57,11 +57,11 @@ class Simulation:
         self.scheduler = Scheduler(self.clock, self.random)
         self.began_at = self.backend_opens_at = self._calm_since = self.clock.now
         self.step = Step()
-        self.people, self.traffic = People(self), Traffic(self)
+        self.people, self.traffic = People(self), ConsumerTraffic(self)
         self._make_service()
         self._begin()
 
-    def run(self, steps: int) -> Result:
+    def run(self, steps: int) -> SimulationResult:
         """Run the steps, or as many as pass without a violation."""
         number, found = 0, None
         while number < steps and found is None:
@@ -75,14 +75,14 @@ class Simulation:
             credential = self.step.credential
             events = () if credential is None else tuple(credential.events)
             violation = Violation(number, self.clock.now, found, events)
-            return Result(self.seed, number, self.clock.now, self.counts, violation)
-        return Result(self.seed, number, self.clock.now, self.counts)
+            return SimulationResult(self.seed, number, self.clock.now, self.counts, violation)
+        return SimulationResult(self.seed, number, self.clock.now, self.counts)
 
     def _make_service(self) -> None:
         """Make the fleet and the service."""
         self.verifiers = VerifierFleet(VERIFIERS, self._start_verifier)
         self.engine = Engine(self, [self.draw_clock() for _ in range(WORKERS)])
-        self.fleet = Fleet(self.random, self.options, self.clock.now)
+        self.fleet = SimulatedFleet(self.random, self.options, self.clock.now)
 
     def _start_verifier(self, number: int) -> Verifier:
         return Verifier(f"verifier {number}", self.draw_clock())

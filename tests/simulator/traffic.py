@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from keyvault.domain.keys import KeyState
-from tests.simulator.fleet import Consumer, Host, Uses, next_gap
+from tests.simulator.fleet import Consumer, ConsumerHost, Uses, next_gap
 from tests.simulator.store import StoredCredential, StoredKey
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ MINUTE = timedelta(minutes=1)
 _RETRY_SECONDS = 600.0
 
 
-class Traffic:
+class ConsumerTraffic:
     """Drives every consumer. A run is two steps: its first minute and the rest, between which a key may end."""
 
     def __init__(self, simulation: "Simulation") -> None:
@@ -59,18 +59,18 @@ class Traffic:
         for host in consumer.hosts:
             self._use(consumer, host, minutes=habit.minutes - 1, calls=habit.calls - habit.calls // habit.minutes)
 
-    def _move(self, consumer: Consumer, host: Host) -> None:
+    def _move(self, consumer: Consumer, host: ConsumerHost) -> None:
         """Let the host read the newest key, if it was delivered longer ago than its lag."""
         credential = consumer.credential
         if host.lag is not None and self._world.clock.now >= credential.in_backend_since + host.lag:
             self._hold(consumer, host, credential.in_backend)
 
-    def _hold(self, consumer: Consumer, host: Host, key: StoredKey) -> None:
+    def _hold(self, consumer: Consumer, host: ConsumerHost, key: StoredKey) -> None:
         if host.key is not key:
             self._world.note(consumer.credential, f"{consumer.source} holds {key.key_id}")
             host.key = key
 
-    def _use(self, consumer: Consumer, host: Host, *, minutes: int, calls: int, is_retry: bool = False) -> None:
+    def _use(self, consumer: Consumer, host: ConsumerHost, *, minutes: int, calls: int, is_retry: bool = False) -> None:
         """Use the key in the last `minutes`."""
         world, key = self._world, host.key
         verifier = self._random.choice(world.verifiers.verifiers)
@@ -90,11 +90,11 @@ class Traffic:
         else:
             world.scheduler.after(_RETRY_SECONDS, lambda: self._retry(consumer, host))
 
-    def _retry(self, consumer: Consumer, host: Host) -> None:
+    def _retry(self, consumer: Consumer, host: ConsumerHost) -> None:
         self._world.touch(consumer.credential, "consumer")
         self._move(consumer, host)
         self._use(consumer, host, minutes=1, calls=1, is_retry=True)
 
-    def _repair(self, consumer: Consumer, host: Host) -> None:
+    def _repair(self, consumer: Consumer, host: ConsumerHost) -> None:
         self._world.touch(consumer.credential, "merchant")
         self._hold(consumer, host, consumer.credential.in_backend)

@@ -14,7 +14,7 @@ NOT_LOADED = frozenset({"canonical", "next", "prev", "alternate"})
 """Kinds of <link> that a browser does not load."""
 
 
-class _Page(HTMLParser):
+class _SitePage(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.anchors: set[str] = set()
@@ -37,7 +37,7 @@ class _Page(HTMLParser):
 
 def find_faults(site: Path) -> list[str]:
     """List the faults of all pages and style sheets."""
-    pages = {path.relative_to(site).as_posix(): _Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
+    pages = {path.relative_to(site).as_posix(): _SitePage(path.read_text()) for path in sorted(site.rglob("*.html"))}
     faults = [fault for name, page in pages.items() for fault in _find_in_page(site, pages, name, page)]
     for sheet in sorted(site.rglob("*.css")):
         targets = re.findall(r"(?:url\(|@import )[\"']?(https?:|//)", sheet.read_text())
@@ -45,7 +45,7 @@ def find_faults(site: Path) -> list[str]:
     return faults
 
 
-def _find_in_page(site: Path, pages: dict[str, _Page], name: str, page: _Page) -> Iterator[str]:
+def _find_in_page(site: Path, pages: dict[str, _SitePage], name: str, page: _SitePage) -> Iterator[str]:
     if "default-src 'self'" not in page.policy or "://" in page.policy:
         yield f"{name} does not forbid scripts to load from other hosts"
     for target in page.loaded:

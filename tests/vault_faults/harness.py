@@ -38,7 +38,7 @@ from tests.clocks import Clock
 from tests.factories import make_token
 from tests.servers.openbao import VaultOnDisk
 
-from .proxy import NO_FAULT, Injection, Proxy
+from .proxy import NO_FAULT, Injection, VaultProxy
 
 ENVIRONMENTS = [environment.value for environment in Environment]
 SCOPE = Environment.SANDBOX.value
@@ -54,7 +54,7 @@ ADMIN_READ_SECONDS = 60.0
 class VaultHarness:
     """The system that faults act on. `installed` connects to the server directly, the service only through `proxy`."""
 
-    def __init__(self, server: VaultOnDisk, folder: Path, proxy: Proxy) -> None:
+    def __init__(self, server: VaultOnDisk, folder: Path, proxy: VaultProxy) -> None:
         self.server, self.folder, self.proxy = server, folder, proxy
         self.clock = Clock(datetime.now(UTC))
         self.layout = Layout()
@@ -229,7 +229,7 @@ class VaultHarness:
 @contextmanager
 def running_harness(server: VaultOnDisk, folder: Path) -> Iterator[VaultHarness]:
     """Install on the server and serve from it; needs a migrated database."""
-    with Proxy(server.address).running() as proxy:
+    with VaultProxy(server.address).running() as proxy:
         harness = VaultHarness(server, folder, proxy)
         with harness.serving():
             yield harness

@@ -50,7 +50,7 @@ def _nothing(harness: VaultHarness) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class VaultFault:
     """A fault: `inject` defines what happens to the injected request and to `others` after it; `repair` ends it.
 
     `lasts`: the fault persists until it is repaired, and the service runs turns meanwhile. `stalls`: the rotation then
@@ -99,7 +99,12 @@ class Journey:
     """
 
     def __init__(
-        self, harness: VaultHarness, fault: Fault | None = None, at: int = 0, *, aborted_in: RotationState | None = None
+        self,
+        harness: VaultHarness,
+        fault: VaultFault | None = None,
+        at: int = 0,
+        *,
+        aborted_in: RotationState | None = None,
     ) -> None:
         self.harness, self.fault, self.at, self.trial = harness, fault, at, Trial()
         self.aborted_in, self.is_aborted = aborted_in, False
@@ -204,7 +209,7 @@ class Journey:
 
     # --- the fault ------------------------------------------------------------------------------------------
 
-    def _run_fault(self, fault: Fault) -> None:
+    def _run_fault(self, fault: VaultFault) -> None:
         self._verify_all(times=VERIFIED_IN_FAULT)
         self._revoke_bystander()
         if fault.lasts:

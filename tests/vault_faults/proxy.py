@@ -44,7 +44,7 @@ IDLE_SECONDS = 120
 """Maximum wait for the requests on their way, in seconds; longer than an injection with a slow administrator takes."""
 
 
-class Proxy:
+class VaultProxy:
     """Counts requests and injects one `Injection`.
 
     `calls`: the names of the requests, in order. `injected`: set once the selected request has arrived; it may still be
@@ -77,7 +77,7 @@ class Proxy:
             assert self._idle.wait_for(lambda: self._busy == 0, timeout=IDLE_SECONDS)
 
     @contextmanager
-    def running(self) -> Iterator["Proxy"]:
+    def running(self) -> Iterator["VaultProxy"]:
         thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

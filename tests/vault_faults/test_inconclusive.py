@@ -10,7 +10,7 @@ from tests.faults.results import Result
 from tests.faults.vault import ATTEMPTS, _find_conclusive
 
 from .journey import InconclusiveError, Trial
-from .proxy import NO_FAULT, Proxy
+from .proxy import NO_FAULT, VaultProxy
 
 
 def journeys(*outcomes: Trial | Exception) -> Iterator[Any]:
@@ -44,7 +44,7 @@ def test_violation_that_is_raised_is_not_repeated() -> None:
 
 
 def test_failure_of_an_earlier_fault_does_not_count_against_a_later_one() -> None:
-    proxy = Proxy("http://127.0.0.1:1")
+    proxy = VaultProxy("http://127.0.0.1:1")
     try:
         proxy.failures.append(OSError("slow"))
         proxy.inject_at(1, NO_FAULT)

@@ -9,7 +9,7 @@ from keyvault.services.recording.audit_chain import verify_audit
 
 from .faults import DELETED, FAULTS, LOST, NARROWED, REVOKED, SCENARIOS, SEALED, can_be_injected
 from .harness import VaultHarness
-from .journey import Fault, Journey
+from .journey import Journey, VaultFault
 
 pytestmark = pytest.mark.django_db
 
@@ -20,7 +20,7 @@ def choose_sample(calls: list[str]) -> list[int]:
     return sorted(firsts.values())
 
 
-def inject_at_sample(harness: VaultHarness, fault: Fault, scenario: str) -> None:
+def inject_at_sample(harness: VaultHarness, fault: VaultFault, scenario: str) -> None:
     faultless = Journey(harness, aborted_in=SCENARIOS[scenario]).run()
     assert faultless.violations == []
     calls, sample = faultless.calls, choose_sample(faultless.calls)
@@ -36,7 +36,7 @@ def inject_at_sample(harness: VaultHarness, fault: Fault, scenario: str) -> None
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
-def test_rotation_with_a_fault_loses_nothing_and_resumes(harness: VaultHarness, fault: Fault) -> None:
+def test_rotation_with_a_fault_loses_nothing_and_resumes(harness: VaultHarness, fault: VaultFault) -> None:
     """Guarantee: under any server fault every good key is allowed at every moment, no key is lost or orphaned,
     postponed work resumes within 60 s of the recovery, and a revocation takes effect immediately.
     """
@@ -47,7 +47,9 @@ def test_rotation_with_a_fault_loses_nothing_and_resumes(harness: VaultHarness, 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [SEALED, LOST], ids=lambda fault: fault.name.replace(" ", "-"))
-def test_rotation_rolled_back_from_quarantine_with_a_fault_loses_nothing(harness: VaultHarness, fault: Fault) -> None:
+def test_rotation_rolled_back_from_quarantine_with_a_fault_loses_nothing(
+    harness: VaultHarness, fault: VaultFault
+) -> None:
     """Guarantee: the same holds during a rollback, which restores and rewrites the old key's copy."""
     inject_at_sample(harness, fault, "aborted in quarantine")
 
@@ -64,7 +66,7 @@ def test_rotation_with_all_tokens_revoked_continues_without_a_pause(harness: Vau
 
 
 @pytest.mark.parametrize("fault", [DELETED, NARROWED], ids=lambda fault: fault.name.replace(" ", "-"))
-def test_rotation_denied_by_the_server_stalls_with_the_reason(harness: VaultHarness, fault: Fault) -> None:
+def test_rotation_denied_by_the_server_stalls_with_the_reason(harness: VaultHarness, fault: VaultFault) -> None:
     """Guarantee: a denial is not retried repeatedly and is reported in plain words."""
     at = Journey(harness).run().calls.index("POST keys-sandbox/data") + 1
     trial = Journey(harness, fault, at).run()

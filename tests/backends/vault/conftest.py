@@ -23,7 +23,7 @@ LONG_TIMEOUTS = (10.0, 30.0)
 
 
 @dataclass
-class Clock:
+class VaultClock:
     """Monotonic seconds, here and on the fake."""
 
     fake: FakeVault
@@ -38,8 +38,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(fake: FakeVault) -> Clock:
-    return Clock(fake)
+def clock(fake: FakeVault) -> VaultClock:
+    return VaultClock(fake)
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ def store(logins: Path) -> VaultBackend:
 
 
 @pytest.fixture
-def client(fake: FakeVault, logins: Path, clock: Clock) -> VaultClient:
+def client(fake: FakeVault, logins: Path, clock: VaultClock) -> VaultClient:
     return make_client(fake, AppRoleLogin(logins, ROLE), clock)
 
 
 def make_client(
-    fake: FakeVault, login: Login, clock: Clock, timeout: tuple[float, float] = LONG_TIMEOUTS
+    fake: FakeVault, login: Login, clock: VaultClock, timeout: tuple[float, float] = LONG_TIMEOUTS
 ) -> VaultClient:
     return VaultClient(VaultServer(fake.address, timeout=timeout), login, ROLE, Breaker(clock), clock)

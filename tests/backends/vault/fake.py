@@ -80,7 +80,7 @@ def slow(until: threading.Event) -> Fault:
 
 
 @dataclass
-class _Version:
+class _KvVersion:
     data: dict[str, Any] | None
     deleted: str = ""
     is_destroyed: bool = False
@@ -113,7 +113,7 @@ class FakeVault:
     service_accounts: dict[str, str] = field(default_factory=dict)
     _offset: float = 0.0
     _faults: list[tuple[Callable[[Call], bool], Fault, int]] = field(default_factory=list)
-    _secrets: dict[str, dict[int, _Version]] = field(default_factory=dict)
+    _secrets: dict[str, dict[int, _KvVersion]] = field(default_factory=dict)
     _tokens: dict[str, _Token] = field(default_factory=dict)
     _role_ids: dict[str, str] = field(default_factory=dict)
     _secret_ids: dict[str, str] = field(default_factory=dict)
@@ -287,7 +287,7 @@ class FakeVault:
             return _errors(400, "check-and-set parameter required for this call")
         if body["options"]["cas"] != newest:
             return _errors(400, "check-and-set parameter did not match the current version")
-        self._secrets.setdefault(path, {})[newest + 1] = _Version(body["data"])
+        self._secrets.setdefault(path, {})[newest + 1] = _KvVersion(body["data"])
         self._secrets[path].pop(newest + 1 - KEPT_VERSIONS, None)
         return 200, {"data": {"version": newest + 1}}
 
@@ -318,7 +318,7 @@ def _errors(status: int, *messages: str) -> Answer:
     return status, {"errors": list(messages)}
 
 
-def _read(versions: dict[int, _Version], asked: int) -> Answer:
+def _read(versions: dict[int, _KvVersion], asked: int) -> Answer:
     number = asked if asked > 0 else max(versions, default=0)
     version = versions.get(number)
     if version is None:

@@ -20,7 +20,7 @@ from keyvault.backends.vault.kv import VaultBackend
 from keyvault.backends.vault.logins import AppRoleLogin, KubernetesLogin, TokenFileLogin
 from tests.environment import ROOT
 
-from .conftest import ROLE, Clock, make_client
+from .conftest import ROLE, VaultClock, make_client
 from .fake import FakeVault, Fault, refused, slow
 
 LEASE = 3600
@@ -116,7 +116,9 @@ def test_client_refused_twice_is_denied_without_a_third_attempt(fake: FakeVault,
     assert (count(fake), count(fake, "lookup-self")) == (2, 3)
 
 
-def test_client_refused_repeatedly_creates_no_more_tokens(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
+def test_client_refused_repeatedly_creates_no_more_tokens(
+    fake: FakeVault, client: VaultClient, clock: VaultClock
+) -> None:
     """Many refused calls do not cause many logins, and the replaced token is revoked."""
     lookup_self(client)
     fake.fail(refused(403, "permission denied"), "lookup-self", times=11)
@@ -167,7 +169,7 @@ def test_client_login_with_a_malformed_answer_is_unavailable(fake: FakeVault, cl
 
 
 def test_client_renews_at_two_thirds_of_the_lease_and_not_before(
-    fake: FakeVault, client: VaultClient, clock: Clock, leases: list[float | None]
+    fake: FakeVault, client: VaultClient, clock: VaultClock, leases: list[float | None]
 ) -> None:
     lookup_self(client)
     clock.advance(LEASE * (RENEW_AFTER - 0.1) - 1)
@@ -180,7 +182,7 @@ def test_client_renews_at_two_thirds_of_the_lease_and_not_before(
 
 
 def test_client_renewals_of_processes_that_started_together_are_spread(
-    fake: FakeVault, logins: Path, clock: Clock
+    fake: FakeVault, logins: Path, clock: VaultClock
 ) -> None:
     """Renewals are spread by up to a tenth of the lease."""
     pauses = []
@@ -194,7 +196,7 @@ def test_client_renewals_of_processes_that_started_together_are_spread(
     assert all(LEASE * (RENEW_AFTER - 0.1) < pause <= LEASE * RENEW_AFTER for pause in pauses)
 
 
-def test_client_renewed_in_time_never_logs_in_again(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
+def test_client_renewed_in_time_never_logs_in_again(fake: FakeVault, client: VaultClient, clock: VaultClock) -> None:
     for _ in range(20):
         lookup_self(client)
         clock.advance(LEASE * 0.7)
@@ -203,7 +205,7 @@ def test_client_renewed_in_time_never_logs_in_again(fake: FakeVault, client: Vau
 
 
 def test_client_near_the_maximum_lifetime_logs_in(
-    fake: FakeVault, client: VaultClient, clock: Clock, leases: list[float | None]
+    fake: FakeVault, client: VaultClient, clock: VaultClock, leases: list[float | None]
 ) -> None:
     """The token is near its maximum lifetime; the client logs in before it ends."""
     fake.greatest_seconds = 1.2 * LEASE
@@ -214,7 +216,7 @@ def test_client_near_the_maximum_lifetime_logs_in(
     assert leases[-1] == LEASE
 
 
-def test_client_whose_token_expired_logs_in(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
+def test_client_whose_token_expired_logs_in(fake: FakeVault, client: VaultClient, clock: VaultClock) -> None:
     lookup_self(client)
     clock.advance(LEASE + 1)
     lookup_self(client)
@@ -222,7 +224,7 @@ def test_client_whose_token_expired_logs_in(fake: FakeVault, client: VaultClient
 
 
 def test_client_whose_token_is_not_renewable_uses_it_until_expiry(
-    fake: FakeVault, client: VaultClient, clock: Clock
+    fake: FakeVault, client: VaultClient, clock: VaultClock
 ) -> None:
     fake.is_renewable = False
     lookup_self(client)
@@ -234,7 +236,7 @@ def test_client_whose_token_is_not_renewable_uses_it_until_expiry(
     assert (count(fake), count(fake, "renew-self")) == (2, 0)
 
 
-def test_client_whose_renewal_is_refused_logs_in(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
+def test_client_whose_renewal_is_refused_logs_in(fake: FakeVault, client: VaultClient, clock: VaultClock) -> None:
     lookup_self(client)
     fake.fail(refused(403, "permission denied"), "renew-self")
     clock.advance(LEASE * 0.7)
@@ -244,7 +246,7 @@ def test_client_whose_renewal_is_refused_logs_in(fake: FakeVault, client: VaultC
 
 @pytest.mark.parametrize("fault", [refused(503, "Vault is sealed"), Fault(200, b"{}"), Fault(200, b"garbage")])
 def test_client_whose_renewal_fails_continues_and_retries(
-    fake: FakeVault, client: VaultClient, clock: Clock, fault: Fault
+    fake: FakeVault, client: VaultClient, clock: VaultClock, fault: Fault
 ) -> None:
     """The token remains valid for another third of its lease."""
     lookup_self(client)
@@ -258,7 +260,7 @@ def test_client_whose_renewal_fails_continues_and_retries(
     assert (count(fake), count(fake, "renew-self")) == (1, 2)
 
 
-def test_client_renewal_blocks_no_other_thread(fake: FakeVault, client: VaultClient, clock: Clock) -> None:
+def test_client_renewal_blocks_no_other_thread(fake: FakeVault, client: VaultClient, clock: VaultClock) -> None:
     lookup_self(client)
     until = threading.Event()
     fake.fail(slow(until), "renew-self")
@@ -279,7 +281,7 @@ def test_client_renewal_blocks_no_other_thread(fake: FakeVault, client: VaultCli
 
 
 def test_client_with_an_agents_token_rereads_the_file_when_refused(
-    fake: FakeVault, logins: Path, clock: Clock, leases: list[float | None]
+    fake: FakeVault, logins: Path, clock: VaultClock, leases: list[float | None]
 ) -> None:
     file = logins / f"{ROLE}.token"
     file.write_text(f"{fake._log_in()['client_token']}\n")
@@ -296,7 +298,7 @@ def test_client_with_an_agents_token_rereads_the_file_when_refused(
 
 @pytest.mark.parametrize("text", [None, "", "\n", "ä"])
 def test_client_without_an_agents_token_is_denied(
-    fake: FakeVault, logins: Path, clock: Clock, text: str | None
+    fake: FakeVault, logins: Path, clock: VaultClock, text: str | None
 ) -> None:
     if text is not None:
         (logins / f"{ROLE}.token").write_text(text)
@@ -307,7 +309,9 @@ def test_client_without_an_agents_token_is_denied(
     assert fake.calls == []
 
 
-def test_client_in_kubernetes_rereads_its_service_account_token(fake: FakeVault, tmp_path: Path, clock: Clock) -> None:
+def test_client_in_kubernetes_rereads_its_service_account_token(
+    fake: FakeVault, tmp_path: Path, clock: VaultClock
+) -> None:
     file = tmp_path / "jwt"
     file.write_text("first")
     fake.service_accounts = {"first": ROLE}
@@ -322,7 +326,7 @@ def test_client_in_kubernetes_rereads_its_service_account_token(fake: FakeVault,
     ]
 
 
-def test_client_in_kubernetes_of_another_role_is_denied(fake: FakeVault, tmp_path: Path, clock: Clock) -> None:
+def test_client_in_kubernetes_of_another_role_is_denied(fake: FakeVault, tmp_path: Path, clock: VaultClock) -> None:
     (tmp_path / "jwt").write_text("mine")
     fake.service_accounts = {"mine": "kv-lookup-sandbox"}
     with pytest.raises(BackendDeniedError):

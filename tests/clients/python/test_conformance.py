@@ -45,7 +45,7 @@ def require_no_key(text: str) -> None:
 # --- verdicts ---------------------------------------------------------------------------------------------------
 
 
-class Answer:
+class MiddlewareAnswer:
     """What the middleware answered, and what the protected handler saw."""
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class Answer:
         self.body = b""
 
 
-def send_wsgi(verifier: Any, incoming: Mapping[str, Any]) -> Answer:
+def send_wsgi(verifier: Any, incoming: Mapping[str, Any]) -> MiddlewareAnswer:
     """Send to the WSGI middleware what a server of PEP 3333 would."""
-    answer = Answer()
+    answer = MiddlewareAnswer()
 
     def handler(environ: dict[str, Any], start_response: Any) -> list[bytes]:
         answer.identity = wsgi.identity_of(environ)
@@ -77,9 +77,9 @@ def send_wsgi(verifier: Any, incoming: Mapping[str, Any]) -> Answer:
     return answer
 
 
-async def send_asgi(verifier: Any, incoming: Mapping[str, Any]) -> Answer:
+async def send_asgi(verifier: Any, incoming: Mapping[str, Any]) -> MiddlewareAnswer:
     """Send to the ASGI middleware what a server of ASGI 3 would."""
-    answer = Answer()
+    answer = MiddlewareAnswer()
 
     async def handler(scope: Any, receive: Any, send: Any) -> None:
         answer.identity = asgi.identity_of(scope)
@@ -110,7 +110,7 @@ async def send_asgi(verifier: Any, incoming: Mapping[str, Any]) -> Answer:
     return answer
 
 
-async def ask_async(url: str, timeout: float, incoming: Mapping[str, Any]) -> Answer:
+async def ask_async(url: str, timeout: float, incoming: Mapping[str, Any]) -> MiddlewareAnswer:
     async with AsyncVerifier(url, "sandbox", KEYS["service_token"], timeout=timeout) as verifier:
         return await send_asgi(verifier, incoming)
 
@@ -146,7 +146,7 @@ def require_asked(server: ScriptedServer, case: Mapping[str, Any]) -> None:
     assert json.loads(question.body) == case["asked"]
 
 
-def require_answer(answer: Answer, expect: Mapping[str, Any]) -> None:
+def require_answer(answer: MiddlewareAnswer, expect: Mapping[str, Any]) -> None:
     assert (answer.identity is not None, answer.status == 207) == (expect["allowed"], expect["allowed"])
     for name, value in expect.get("headers", {}).items():
         assert [own for header, own in answer.headers if header.lower() == name.lower()] == [value]
@@ -163,7 +163,7 @@ def require_answer(answer: Answer, expect: Mapping[str, Any]) -> None:
 # --- requests ---------------------------------------------------------------------------------------------------
 
 
-class Merchant:
+class CaseClient:
     """A client of a case, with its waits replaced."""
 
     def __init__(self, server: ScriptedServer, case: Mapping[str, Any], mode: str) -> None:
@@ -227,7 +227,7 @@ def test_conformance_requests(case: Mapping[str, Any], mode: str, caplog: pytest
 
 
 async def run_calls(server: ScriptedServer, case: Mapping[str, Any], mode: str) -> None:
-    merchant = Merchant(server, case, mode)
+    merchant = CaseClient(server, case, mode)
     seen: set[str] = set()
     for call in case["calls"]:
         merchant.waits.clear()

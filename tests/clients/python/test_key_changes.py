@@ -98,7 +98,7 @@ def connect(request: pytest.FixtureRequest, server: ScriptedServer) -> Iterator[
         yield make
 
 
-class StoredKey:
+class ReplaceableKey:
     """A key in a place of the kind `file`, `function` or `vault`, and the sources that read it there."""
 
     def __init__(self, kind: str, path: Path, vault: ScriptedServer) -> None:
@@ -136,9 +136,9 @@ class StoredKey:
 
 
 @pytest.fixture(params=["file", "function", "vault"])
-def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredKey]:
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ReplaceableKey]:
     with scripted_server() as vault:
-        yield StoredKey(request.param, tmp_path / "stored", vault)
+        yield ReplaceableKey(request.param, tmp_path / "stored", vault)
 
 
 def client_of(server: ScriptedServer, key: Any) -> MerchantClient:
@@ -151,7 +151,7 @@ def sent(server: ScriptedServer) -> list[tuple[str, str]]:
 
 
 def test_key_of_a_watched_source_is_acknowledged_before_it_is_used(
-    connect: Connect, server: ScriptedServer, stored: StoredKey
+    connect: Connect, server: ScriptedServer, stored: ReplaceableKey
 ) -> None:
     """Guarantee: a replacement is used after the service has accepted it, without a restart, and acknowledged."""
     client = connect(stored.source(watch_seconds=0))
@@ -164,7 +164,7 @@ def test_key_of_a_watched_source_is_acknowledged_before_it_is_used(
 
 @pytest.mark.parametrize("answer", [NO, {"status": 503, "text": ""}, {"fault": "cut"}])
 def test_predecessor_stays_in_use_until_the_replacement_succeeds(
-    connect: Connect, server: ScriptedServer, stored: StoredKey, answer: dict[str, Any]
+    connect: Connect, server: ScriptedServer, stored: ReplaceableKey, answer: dict[str, Any]
 ) -> None:
     """Guarantee: a replacement that the service does not accept yet stops no traffic."""
     client = connect(stored.source(watch_seconds=0))
@@ -177,7 +177,7 @@ def test_predecessor_stays_in_use_until_the_replacement_succeeds(
 
 
 def test_source_without_a_valid_key_stops_no_traffic(
-    connect: Connect, server: ScriptedServer, stored: StoredKey
+    connect: Connect, server: ScriptedServer, stored: ReplaceableKey
 ) -> None:
     """Guarantee: an empty, foreign or missing key leaves the key in use."""
     client = connect(stored.source(watch_seconds=0))
@@ -191,7 +191,7 @@ def test_source_without_a_valid_key_stops_no_traffic(
     assert {key for _, key in sent(server)} == {OLD}
 
 
-def test_refused_key_is_read_again_once(connect: Connect, server: ScriptedServer, stored: StoredKey) -> None:
+def test_refused_key_is_read_again_once(connect: Connect, server: ScriptedServer, stored: ReplaceableKey) -> None:
     """Guarantee: after a 401 the source is read once; with the same key the call ends."""
     client = connect(stored.source(watch_seconds=None))
     server.begin(NO, NO, {"status": 204, "text": ""}, YES)
@@ -210,7 +210,7 @@ def test_refused_key_is_read_again_once(connect: Connect, server: ScriptedServer
     ids=["missing", "invalid", "foreign"],
 )
 def test_refusal_of_a_key_is_the_error_when_the_source_has_no_other(
-    connect: Connect, server: ScriptedServer, stored: StoredKey, text: str | None, cause: type[KeyvaultError]
+    connect: Connect, server: ScriptedServer, stored: ReplaceableKey, text: str | None, cause: type[KeyvaultError]
 ) -> None:
     """Guarantee: a source that fails after a 401 is the cause of the error, and does not hide the service's answer."""
     client = connect(stored.source(watch_seconds=None))

@@ -32,7 +32,17 @@ from tests.api.integration import losing
 from tests.entry_points.golden import forged
 from tests.factories import account, grant, issue, make_merchant, make_token, the_operator
 from tests.hotpath.conftest import Stage, revoke
-from tests.hotpath.priming import Clock, Primed, Still, decision, encode, masked, outside_the_loop, prime, prime_by
+from tests.hotpath.priming import (
+    MachineClock,
+    Primed,
+    Still,
+    decision,
+    encode,
+    masked,
+    outside_the_loop,
+    prime,
+    prime_by,
+)
 from tests.services.recording.test_transaction import DRAFT
 
 pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("usage")]
@@ -48,7 +58,7 @@ def suspend(stage: Stage) -> None:
     suspend_key(grant(the_operator("admin", Role.KEY_ADMINISTRATOR), P.KEYS_SUSPEND, account()), key)
 
 
-def remember(primed: Primed, clock: Clock, stage: Stage) -> None:
+def remember(primed: Primed, clock: MachineClock, stage: Stage) -> None:
     """Repeat the request until the engine answers it from its cache."""
     primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
     for _ in range(3):
@@ -59,7 +69,7 @@ def remember(primed: Primed, clock: Clock, stage: Stage) -> None:
 @pytest.mark.database
 def test_engine_cache_distinguishes_the_header_from_the_body(stage: Stage) -> None:
     """Guarantee: a cached verdict belongs to the exact header and body, not to their concatenation."""
-    primed, clock = prime(), Clock()
+    primed, clock = prime(), MachineClock()
     remember(primed, clock, stage)
     header, body = f"Bearer {stage.token}", encode(stage.asked)
     assert primed.engine.memory.granted
@@ -134,7 +144,7 @@ def test_engine_before_its_first_confirmation_reads_the_database_for_each_reques
 @pytest.mark.parametrize("step", ["the bound", "forwards", "backwards"])
 def test_engine_without_a_recent_confirmation_reads_through(stage: Stage, step: str) -> None:
     """Guarantee: a cache older than the bound, or of unknown age after a step of the clock, is not used."""
-    clock = Clock()
+    clock = MachineClock()
     primed = prime_by(clock)
     remember(primed, clock, stage)
     suspend(stage)
@@ -155,7 +165,7 @@ def test_engine_without_a_recent_confirmation_reads_through(stage: Stage, step: 
 @pytest.mark.parametrize("lost", [KEY, TOKEN, RULES])
 def test_engine_that_is_stale_and_cannot_read_allows_nothing(stage: Stage, lost: str) -> None:
     """Guarantee: fails closed. A cached grant is denied once its data is stale and cannot be read."""
-    clock = Clock()
+    clock = MachineClock()
     primed = prime_by(clock)
     remember(primed, clock, stage)
     clock.pass_seconds(2.0)
@@ -180,7 +190,7 @@ def test_engine_whose_feed_went_back_allows_nothing_until_a_restart(stage: Stage
 
     No key that such a database restores is allowed until a restart, even after later confirmations.
     """
-    clock = Clock()
+    clock = MachineClock()
     primed = prime_by(clock)
     remember(primed, clock, stage)
     before = primed.from_memory
@@ -217,7 +227,7 @@ def test_engine_whose_feed_goes_back_between_reading_and_judging_denies(
 
 def test_engine_that_cannot_read_its_hosts_changes_clears_its_cache_and_reads_through(stage: Stage) -> None:
     """Guarantee: without a free file descriptor an engine answers from the database, without old data or an error."""
-    clock, host = Clock(), Unreadable()
+    clock, host = MachineClock(), Unreadable()
     primed = prime(may_remember=False, monotonic=clock.monotonic, wall=clock.wall, generation=host)
     remember(primed, clock, stage)
     suspend(stage)
@@ -261,7 +271,7 @@ class Revoking(Still):
 
 def test_engine_key_revoked_on_its_host_is_refused_at_the_next_request(stage: Stage) -> None:
     """Guarantee: once a revocation has returned, its host grants nothing by the old record."""
-    clock, host = Clock(), Revoking(stage.key.key_id)
+    clock, host = MachineClock(), Revoking(stage.key.key_id)
     primed = prime(may_remember=False, monotonic=clock.monotonic, wall=clock.wall, generation=host)
     remember(primed, clock, stage)
     revoke(stage.key)
@@ -279,7 +289,7 @@ def test_engine_judges_deadlines_at_each_request(stage: Stage) -> None:
     key, text = issue(account(), label="short-lived", expires_in_days=1)
     assert key.expires_at is not None
     asked = {**stage.asked, "key": text.reveal()}
-    clock = Clock()
+    clock = MachineClock()
     primed = prime_by(clock)
     for _ in range(3):
         assert decision(primed.ask(stage.token, asked)) == ALLOWED
@@ -294,7 +304,7 @@ def test_engine_judges_deadlines_at_each_request(stage: Stage) -> None:
 
 def test_engine_service_token_that_expires_in_the_cache_is_refused(stage: Stage) -> None:
     row, token = make_token(P.KEYS_VERIFY, name="short-lived", lifetime_days=1)
-    clock = Clock()
+    clock = MachineClock()
     primed = prime_by(clock)
     for _ in range(3):
         primed.engine.freshness.confirm(clock.monotonic(), clock.wall())
@@ -315,7 +325,7 @@ def test_engine_batch_of_cached_grants_judges_deadlines(stage: Stage) -> None:
     row, token = make_token(P.KEYS_VERIFY, name="short-lived", lifetime_days=2)
     assert key.expires_at is not None
     asked, lasting = {**stage.asked, "key": text.reveal()}, stage.asked
-    clock = Clock()
+    clock = MachineClock()
     primed = prime_by(clock)
     for _ in range(3):
         assert batched(primed, token.reveal(), asked) == batched(primed, token.reveal(), lasting) == ALLOWED
@@ -640,7 +650,7 @@ def test_engine_miss_with_a_concurrent_change_uses_its_own_reading_and_is_not_ca
     }
 
     async def run() -> None:
-        clock, store = Clock(), HeldStore()
+        clock, store = MachineClock(), HeldStore()
         primed = prime_by(clock)
         frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         for text, verdict in expected.items():
@@ -678,7 +688,7 @@ def test_engine_miss_without_a_concurrent_change_is_cached(stage: Stage, is_revo
         revoke(stage.key)
 
     async def run() -> None:
-        primed, store = prime_by(Clock()), HeldStore()
+        primed, store = prime_by(MachineClock()), HeldStore()
         frontend = AsyncioFrontend(primed.engine, store, primed.engine.ports.budgets, lambda address: False)  # type: ignore[arg-type]  # local ones have both
         await answered(frontend.answer(b"POST", VERIFY.encode(), *sent(stage, known)))
         store.holds = True

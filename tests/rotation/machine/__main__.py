@@ -78,12 +78,12 @@ def _played(order: Order) -> dict[str, object]:
     logging.disable(logging.CRITICAL)
     call_command("migrate", verbosity=0)
     from tests.rotation.machine.playing import SCENES, play_share, shares
-    from tests.rotation.machine.rules import Tally
+    from tests.rotation.machine.rules import SequenceTally
     from tests.rotation.machine.scenes import CHAINS, VARIANTS
 
     each = -(-order.sequences // (len(VARIANTS) * SCENES))
     rounds = -(-each * SCENES // (len(CHAINS) * _SEQUENCES_OF_A_SHARE))
-    tally = Tally()
+    tally = SequenceTally()
     work = [(number, variant, chain) for number in range(rounds) for variant, chain in shares()]
     for index, (_, variant, chain) in enumerate(work):
         if index % order.of == order.part:

@@ -25,7 +25,7 @@ Place = tuple[Mount, str]
 T = TypeVar("T")
 
 
-class Fault(StrEnum):
+class BackendFault(StrEnum):
     """The effect on one call.
 
     `lost`: executed, and the reply lost. `late`: a write that executes after the next answered call. `stuck`: a write
@@ -58,7 +58,7 @@ class MemoryBackend:
 
     versions_at: dict[Place, tuple[_Version, ...]] = field(default_factory=dict)
     is_down: bool = False
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[BackendFault] = field(default_factory=list)
     late: list[Callable[[], object]] = field(default_factory=list)
     stuck: list[Callable[[], object]] = field(default_factory=list)
     delivered: set[str] = field(default_factory=set)
@@ -165,19 +165,19 @@ class MemoryBackend:
         if self.is_down:
             raise BackendUnavailableError("The backend is sealed.")
         fault = self.faults.pop(0) if self.faults else None
-        if fault in {Fault.LATE, Fault.STUCK} and late is not None:
-            (self.late if fault is Fault.LATE else self.stuck).append(late)
+        if fault in {BackendFault.LATE, BackendFault.STUCK} and late is not None:
+            (self.late if fault is BackendFault.LATE else self.stuck).append(late)
             raise BackendUnavailableError("No answer.", may_be_applied=True)
-        if fault is Fault.DENIED:
+        if fault is BackendFault.DENIED:
             raise BackendDeniedError("The backend denies access.")
-        if fault in {Fault.UNAVAILABLE, Fault.LATE, Fault.STUCK}:
+        if fault in {BackendFault.UNAVAILABLE, BackendFault.LATE, BackendFault.STUCK}:
             raise BackendUnavailableError("No answer.")
         answer = act()
         if late is None:
             self._arrive()
         if self.on_call is not None:
             self.on_call(f"after {name}")
-        if fault is Fault.LOST:
+        if fault is BackendFault.LOST:
             raise BackendUnavailableError("The reply was lost.", may_be_applied=late is not None)
         return answer
 

@@ -6,7 +6,7 @@ from django.db import transaction
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.rotation.machine.rules import Tally, machine_of
+from tests.rotation.machine.rules import SequenceTally, machine_of
 from tests.rotation.machine.scenes import CHAINS, VARIANTS, play, stage
 from tests.rotation.machine.world import Variant
 
@@ -23,9 +23,9 @@ def shares() -> Iterator[tuple[Variant, int]]:
             yield variant, chain
 
 
-def play_share(variant: Variant, chain: int, each: int, seed_: int, *, thorough_every: int = 10) -> Tally:
+def play_share(variant: Variant, chain: int, each: int, seed_: int, *, thorough_every: int = 10) -> SequenceTally:
     """Play `each` sequences from each scene of the path, in a transaction that is rolled back."""
-    tally = Tally()
+    tally = SequenceTally()
     with transaction.atomic(), stage() as backend:
         for number, scene in enumerate(play(backend, variant, chain)):
             machine = seed(seed_ * 1_000 + number)(machine_of(scene, tally, thorough_every=thorough_every))

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from rotation.domain.events import RotationState
-from tests.rotation.machine.backend import Fault
+from tests.rotation.machine.backend import BackendFault
 from tests.rotation.machine.interrupting import Interruption
-from tests.rotation.machine.scenes import Scene
+from tests.rotation.machine.scenes import SavedScene
 from tests.rotation.machine.watching import ViolationError
-from tests.rotation.machine.world import KNOWN, PEOPLE, PERIOD, UNKNOWN, World
+from tests.rotation.machine.world import KNOWN, PEOPLE, PERIOD, UNKNOWN, MachineWorld
 
 S = RotationState
 DAY = 86_400
@@ -28,7 +28,7 @@ verifiers = st.sampled_from([0, 1])
 sources = st.sampled_from([*KNOWN, UNKNOWN])
 
 
-class Tally:
+class SequenceTally:
     """The totals of many sequences."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Tally:
         self.counts: Counter[str] = Counter()
         self.violations: list[str] = []
 
-    def add(self, other: "Tally") -> None:
+    def add(self, other: "SequenceTally") -> None:
         self.sequences += other.sequences
         self.steps += other.steps
         self.counts += other.counts
@@ -46,8 +46,8 @@ class Tally:
 class Rotating(RuleBasedStateMachine):
     """One sequence. `machine_of` sets `scene` and `tally` on a subclass."""
 
-    scene: ClassVar[Scene]
-    tally: ClassVar[Tally]
+    scene: ClassVar[SavedScene]
+    tally: ClassVar[SequenceTally]
     thorough_every: ClassVar[int] = 10
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Rotating(RuleBasedStateMachine):
         self.step(f"worker is overtaken: by {by} at {at}", act)
 
     @precondition(lambda self: self.world.state is S.QUARANTINE)
-    @rule(how=st.sampled_from([World.revoke, World.compromise, World.suspend]))
+    @rule(how=st.sampled_from([MachineWorld.revoke, MachineWorld.compromise, MachineWorld.suspend]))
     def replacement_ends_during_an_outage(self, how: Any) -> None:
         """The predecessor is good again with the next turn, though the backend is down."""
 
@@ -200,17 +200,17 @@ class Rotating(RuleBasedStateMachine):
         self.step(f"operator: {act} {key}", lambda: self.world.people_do(lambda: getattr(self.world, act)(key)))
 
     @precondition(lambda self: self.world.state in {S.AWAITING_APPROVAL, S.EMERGENCY})
-    @rule(how=st.sampled_from([World.approve, World.bypass, World.reject]))
+    @rule(how=st.sampled_from([MachineWorld.approve, MachineWorld.bypass, MachineWorld.reject]))
     def decide(self, how: Any) -> None:
         self.step(f"decide: {how.__name__}", lambda: self.world.people_do(lambda: how(self.world)))
 
     @precondition(lambda self: self.world.state is S.STALLED)
-    @rule(how=st.sampled_from([World.resume_stalled, World.extend, World.abort]))
+    @rule(how=st.sampled_from([MachineWorld.resume_stalled, MachineWorld.extend, MachineWorld.abort]))
     def unstall(self, how: Any) -> None:
         self.step(f"unstall: {how.__name__}", lambda: self.world.people_do(lambda: how(self.world)))
 
     @precondition(lambda self: not self.world.is_open)
-    @rule(how=st.sampled_from([World.ask, World.ask, World.reissue]))
+    @rule(how=st.sampled_from([MachineWorld.ask, MachineWorld.ask, MachineWorld.reissue]))
     def again(self, how: Any) -> None:
         self.step(f"again: {how.__name__}", lambda: self.world.people_do(lambda: how(self.world)))
 
@@ -257,8 +257,8 @@ class Rotating(RuleBasedStateMachine):
 
     # --- the secret backend -------------------------------------------------------------------------------------
 
-    @rule(faults=st.lists(st.sampled_from(Fault), min_size=1, max_size=3))
-    def backend_fails(self, faults: list[Fault]) -> None:
+    @rule(faults=st.lists(st.sampled_from(BackendFault), min_size=1, max_size=3))
+    def backend_fails(self, faults: list[BackendFault]) -> None:
         self.step(f"backend fails: {', '.join(faults)}", lambda: self.world.fail_next(*faults))
 
     @rule()
@@ -269,6 +269,6 @@ class Rotating(RuleBasedStateMachine):
         self.step("backend down or up", act)
 
 
-def machine_of(scene: Scene, tally: Tally, *, thorough_every: int) -> type[Rotating]:
+def machine_of(scene: SavedScene, tally: SequenceTally, *, thorough_every: int) -> type[Rotating]:
     kept: dict[str, Any] = {"scene": scene, "tally": tally, "thorough_every": thorough_every}
     return type("RotatingFrom" + scene.name.title().replace("_", ""), (Rotating,), kept)

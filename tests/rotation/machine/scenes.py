@@ -22,7 +22,7 @@ from tests import factories
 from tests.rotation.machine.backend import MemoryBackend
 from tests.rotation.machine.interrupting import DisruptedError
 from tests.rotation.machine.watching import ViolationError
-from tests.rotation.machine.world import KNOWN, PERIOD, START, Variant, World
+from tests.rotation.machine.world import KNOWN, PERIOD, START, MachineWorld, Variant
 
 S = RotationState
 _SHORT = PlanOverrides(quiet_seconds=600, quarantine_seconds=300, proof_count=4, proof_sources=2, soak_seconds=5)
@@ -56,43 +56,43 @@ VARIANTS = (
 
 
 @dataclass(frozen=True)
-class Scene:
+class SavedScene:
     """The world at this point, and the savepoint that holds its rows."""
 
     name: str
-    world: World
+    world: MachineWorld
     backend: MemoryBackend
     savepoint: str
 
 
-def _approved(world: World) -> None:
+def _approved(world: MachineWorld) -> None:
     if world.state is S.AWAITING_APPROVAL:
         world.people_do(world.approve)
 
 
-def _delivered(world: World) -> None:
+def _delivered(world: MachineWorld) -> None:
     world.engine(world.work)
 
 
-def _proved(world: World) -> None:
+def _proved(world: MachineWorld) -> None:
     world.prove()
     world.clock.tick(3)
     world.engine(world.work)
 
 
-def _quarantined(world: World) -> None:
+def _quarantined(world: MachineWorld) -> None:
     if world.variant.kind is KeyKind.PUBLIC:
         world.people_do(lambda: world.retire(1))
     world.pass_quietly(3601 if world.variant.environment is Environment.PRODUCTION else PERIOD.total_seconds())
 
 
-def _abandoned(world: World) -> None:
+def _abandoned(world: MachineWorld) -> None:
     world.people_do(world.abort)
     world.clock.tick(3)
     world.engine(world.work)
 
 
-def _back_and_quarantined(world: World) -> None:
+def _back_and_quarantined(world: MachineWorld) -> None:
     world.use(0, KNOWN[0], 0)
     for _ in range(2 if world.variant.environment is Environment.SANDBOX else 8):
         world.clock.tick(PERIOD.total_seconds())
@@ -100,7 +100,7 @@ def _back_and_quarantined(world: World) -> None:
     world.engine(world.work)
 
 
-CHAINS: tuple[tuple[tuple[RotationState, Callable[[World], None]], ...], ...] = (
+CHAINS: tuple[tuple[tuple[RotationState, Callable[[MachineWorld], None]], ...], ...] = (
     (
         (S.SCHEDULED, _approved),
         (S.AWAITING_PROOF, _delivered),
@@ -146,19 +146,19 @@ def stage() -> Iterator[MemoryBackend]:
             factories.forget_keystore()
 
 
-def play(backend: MemoryBackend, variant: Variant, chain: int) -> Iterator[Scene]:
+def play(backend: MemoryBackend, variant: Variant, chain: int) -> Iterator[SavedScene]:
     """Yield each scene of a chain, the last one first; rows are restored after each."""
     whole = transaction.savepoint()
     kept = backend.copied()
-    world = World(variant, backend)
+    world = MachineWorld(variant, backend)
     world.create()
-    scenes: list[Scene] = []
+    scenes: list[SavedScene] = []
     for number, (state, way) in enumerate(CHAINS[chain]):
         way(world)
         if world.state is not state:
             raise AssertionError(f"{variant.name}: {world.state} instead of {state}; {world.last_wait}")
         if number >= FIRST_OF_CHAIN[chain]:
-            scenes.append(Scene(state, world.copied(), backend.copied(), transaction.savepoint()))
+            scenes.append(SavedScene(state, world.copied(), backend.copied(), transaction.savepoint()))
     for scene in reversed(scenes):
         yield scene
         transaction.savepoint_rollback(scene.savepoint)

@@ -23,7 +23,7 @@ from rotation.services.rotations.facts import list_waived
 from rotation.services.rotations.reports import subject_of
 
 if TYPE_CHECKING:
-    from tests.rotation.machine.world import World
+    from tests.rotation.machine.world import MachineWorld
 
 S, K = RotationState, KeyState
 LIVING = frozenset(KeyState) - DEAD_STATES
@@ -69,7 +69,7 @@ class RotationRow:
 class Watcher:
     """Knows the state at the last check and what has changed since."""
 
-    def __init__(self, world: "World") -> None:
+    def __init__(self, world: "MachineWorld") -> None:
         self.world = world
         self.keys: dict[str, KeyRow] = {}
         self.rotations: dict[str, RotationRow] = {}

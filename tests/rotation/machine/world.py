@@ -43,7 +43,7 @@ from rotation.services.rotations.reports import find_waits, get_rotation
 from tests.clocks import Clock
 from tests.factories import the_operator
 from tests.rotation import scene
-from tests.rotation.machine.backend import Fault, MemoryBackend
+from tests.rotation.machine.backend import BackendFault, MemoryBackend
 from tests.rotation.machine.interrupting import Interruption
 from tests.rotation.machine.watching import Watcher
 
@@ -81,7 +81,7 @@ class Use:
 
 
 @dataclass
-class World:
+class MachineWorld:
     variant: Variant
     backend: MemoryBackend
     clock: Clock = field(default_factory=lambda: Clock(START))
@@ -122,7 +122,7 @@ class World:
         self.ask()
         self.watcher.check("people")
 
-    def copied(self) -> "World":
+    def copied(self) -> "MachineWorld":
         """Copy everything for a scene except the rows, which a savepoint keeps."""
         again = replace(
             self,
@@ -391,7 +391,7 @@ class World:
             self.flush()
         self.engine(self.work)
 
-    def fail_next(self, *faults: Fault) -> None:
+    def fail_next(self, *faults: BackendFault) -> None:
         self.backend.faults.extend(faults)
 
     def prove(self) -> None:
@@ -468,7 +468,7 @@ class World:
                 self.pass_quietly(PERIOD.total_seconds())
 
 
-PEOPLE: dict[str, Callable[[World], object]] = {
+PEOPLE: dict[str, Callable[[MachineWorld], object]] = {
     "revoke predecessor": lambda world: world.revoke(0),
     "revoke replacement": lambda world: world.revoke(1),
     "compromise predecessor": lambda world: world.compromise(0),
@@ -477,14 +477,14 @@ PEOPLE: dict[str, Callable[[World], object]] = {
     "suspend replacement": lambda world: world.suspend(1),
     "resume predecessor": lambda world: world.resume(0),
     "resume replacement": lambda world: world.resume(1),
-    "abort": World.abort,
-    "resume stalled": World.resume_stalled,
-    "extend": World.extend,
-    "acknowledge": World.acknowledge,
-    "confirm": World.confirm,
-    "waive": World.waive,
-    "approve": World.approve,
-    "ask again": World.ask,
-    "reissue": World.reissue,
+    "abort": MachineWorld.abort,
+    "resume stalled": MachineWorld.resume_stalled,
+    "extend": MachineWorld.extend,
+    "acknowledge": MachineWorld.acknowledge,
+    "confirm": MachineWorld.confirm,
+    "waive": MachineWorld.waive,
+    "approve": MachineWorld.approve,
+    "ask again": MachineWorld.ask,
+    "reissue": MachineWorld.reissue,
 }
 """What operators do at any time, also in the middle of a worker's step."""

@@ -32,7 +32,7 @@ def _people(db: None) -> None:
         make_operator(username, role)
 
 
-class Run:
+class CommandRun:
     """One command: `answer` is its JSON, `refusal` the error text when it answered with exit 1."""
 
     def __init__(self, *arguments: str) -> None:
@@ -50,7 +50,7 @@ def test_report_leak_revokes_keys_from_arguments_and_file(tmp_path: Path) -> Non
     made = [issue(account("acme")), issue(account("acme", PRODUCTION))]
     found = tmp_path / "leak.txt"
     found.write_text(f"{made[1][1].reveal()}\n\n")
-    run = Run("report_leak", made[0][0].key_id, "--file", str(found), "--by", "responder", "--reason", "a gist")
+    run = CommandRun("report_leak", made[0][0].key_id, "--file", str(found), "--by", "responder", "--reason", "a gist")
     assert run.refusal == ""
     assert (run.answer["revoked"], run.answer["not_revoked"]) == (2, 0)
     assert {answer["state"] for answer in run.answer["keys"]} == {"compromised"}
@@ -63,21 +63,21 @@ def test_report_leak_revokes_keys_from_arguments_and_file(tmp_path: Path) -> Non
 def test_report_leak_with_an_unknown_key_revokes_the_rest_and_fails(tmp_path: Path) -> None:
     """Every key is listed on standard output; exit 1 reports that one was not revoked."""
     key, _ = issue(account("acme"))
-    run = Run("report_leak", "0" * 16, key.key_id, "--by", "responder")
+    run = CommandRun("report_leak", "0" * 16, key.key_id, "--by", "responder")
     assert run.refusal == "Keys not revoked: 1"
     assert [answer["state"] for answer in run.answer["keys"]] == [None, "compromised"]
     assert Key.objects.get().state == KeyState.COMPROMISED
 
 
 def test_report_leak_without_a_known_key_fails() -> None:
-    run = Run("report_leak", "nonsense", "0" * 16, "--by", "responder")
+    run = CommandRun("report_leak", "nonsense", "0" * 16, "--by", "responder")
     assert run.refusal == "No key was revoked: none of the 2 is a known key that you may revoke"
     assert (run.answer["revoked"], run.answer["not_revoked"]) == (0, 2)
 
 
 def test_report_leak_with_replace_requests_replacements() -> None:
     key, _ = issue(account("acme"))
-    run = Run("report_leak", key.key_id, "--by", "responder", "--replace")
+    run = CommandRun("report_leak", key.key_id, "--by", "responder", "--replace")
     (answer,) = run.answer["keys"]
     assert get_rotation(answer["rotation_id"]).state == S.EMERGENCY
     assert answer["no_replacement"] is None
@@ -88,28 +88,30 @@ def test_report_leak_with_replace_requests_replacements() -> None:
     [["--by", "responder"], ["0000000000000000", "--by", "nobody"], ["--file", "/no/such", "--by", "responder"]],
 )
 def test_report_leak_without_keys_or_operator_is_refused(arguments: list[str]) -> None:
-    run = Run("report_leak", *arguments)
+    run = CommandRun("report_leak", *arguments)
     assert run.answer is None
     assert run.refusal
 
 
 def test_report_leak_without_permission_revokes_nothing() -> None:
     key, _ = issue(account("acme"))
-    run = Run("report_leak", key.key_id, "--by", "auditor")
+    run = CommandRun("report_leak", key.key_id, "--by", "auditor")
     assert run.answer["revoked"] == 0
     assert run.refusal.startswith("No key was revoked")
     assert Key.objects.get().state == KeyState.ACTIVE
 
 
-def reissue(key: Key, *more: str) -> Run:
+def reissue(key: Key, *more: str) -> CommandRun:
     credential = key.credential_id
-    return Run("reissue_key", "--credential", credential, "--requested-by", "tam", "--reason", "it leaked", *more)
+    return CommandRun(
+        "reissue_key", "--credential", credential, "--requested-by", "tam", "--reason", "it leaked", *more
+    )
 
 
 def lost(environment: Environment = SANDBOX) -> Key:
     """Return the revoked key of a credential that has no other."""
     key, _ = issue(account("acme", environment))
-    Run("revoke_key", key.key_id, "--reason", "key_compromise", "--by", "responder")
+    CommandRun("revoke_key", key.key_id, "--reason", "key_compromise", "--by", "responder")
     return key
 
 

@@ -22,7 +22,7 @@ from tests.services.revocations.test_restore_drill import (
     REVOKE,
     START,
     Database,
-    Host,
+    DrillHost,
     PostgresDump,
     SqliteCopy,
 )
@@ -86,22 +86,22 @@ class Drill:
         self.archive = folder / "archive"
         self.host = self.make_host("host")
 
-    def make_host(self, name: str) -> Host:
+    def make_host(self, name: str) -> DrillHost:
         """Return a host with a data folder of its own, for the same database."""
-        host = Host(self.folder / name, self.database)
+        host = DrillHost(self.folder / name, self.database)
         programs = getattr(self.database, "programs", None)
         if programs is not None:
             host.environ["PATH"] = f"{programs}{os.pathsep}{host.environ['PATH']}"
         return host
 
-    def data(self, host: Host) -> Path:
+    def data(self, host: DrillHost) -> Path:
         return Path(host.environ["KEYVAULT_DATA_DIR"])
 
     def back_up(self) -> Any:
         to = ("--to", str(self.archive), "--passphrase-file", str(self.passphrase))
         return self.host.run_json("manage.py", "backup", *to, "--json")
 
-    def restore(self, host: Host, *more: str, archive: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def restore(self, host: DrillHost, *more: str, archive: Path | None = None) -> subprocess.CompletedProcess[str]:
         return host.run("manage.py", *self.restoring(*more, archive=archive))
 
     def restoring(self, *more: str, archive: Path | None = None) -> list[str]:
@@ -200,7 +200,7 @@ def export_revocations(drill: Drill, name: str) -> str:
     return path
 
 
-def replay_log(drill: Drill, new: Host) -> Any:
+def replay_log(drill: Drill, new: DrillHost) -> Any:
     """Copy the log of the former host, and replay it."""
     log = drill.data(new) / "revocation_log"
     log.write_bytes((drill.data(drill.host) / "revocation_log").read_bytes())

@@ -168,7 +168,7 @@ def test_receipt_waits_for_a_verifier_that_has_just_registered(sequence: int) ->
 # --- waiting ----------------------------------------------------------------------------------------------
 
 
-class Clock:
+class SleepingClock:
     """A clock that only `sleep` advances. `then` runs during each sleep."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,11 +184,11 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SleepingClock:
+    return SleepingClock(monkeypatch)
 
 
-def test_wait_ends_with_the_last_confirmation(sequence: int, clock: Clock) -> None:
+def test_wait_ends_with_the_last_confirmation(sequence: int, clock: SleepingClock) -> None:
     verifier = make_verifier()
     clock.then = lambda: confirm(verifier, sequence)
     receipt, allowed = wait_for_receipt(sequence, 5)
@@ -199,7 +199,7 @@ def test_wait_ends_with_the_last_confirmation(sequence: int, clock: Clock) -> No
 @pytest.mark.postgres_once
 @pytest.mark.parametrize(("requested", "waited"), [(0, 0), (1, 1), (5, 5), (6, 5), (999_999_999, 5)])
 def test_wait_without_confirmation_lasts_as_requested_up_to_the_maximum(
-    sequence: int, clock: Clock, requested: int, waited: int
+    sequence: int, clock: SleepingClock, requested: int, waited: int
 ) -> None:
     make_verifier()
     receipt, allowed = wait_for_receipt(sequence, requested)
@@ -208,13 +208,13 @@ def test_wait_without_confirmation_lasts_as_requested_up_to_the_maximum(
     assert clock.slept == pytest.approx(waited)
 
 
-def test_wait_for_a_complete_receipt_does_not_sleep(sequence: int, clock: Clock) -> None:
+def test_wait_for_a_complete_receipt_does_not_sleep(sequence: int, clock: SleepingClock) -> None:
     confirm(make_verifier(), sequence)
     assert wait_for_receipt(sequence, 5)[0].is_complete
     assert clock.slept == 0
 
 
-def test_wait_with_too_many_waiters_returns_immediately(sequence: int, clock: Clock) -> None:
+def test_wait_with_too_many_waiters_returns_immediately(sequence: int, clock: SleepingClock) -> None:
     """Waits never occupy all of a server's threads; a wait that ends frees its place."""
     make_verifier()
     for _ in range(MAX_WAITERS):
@@ -229,7 +229,7 @@ def test_wait_with_too_many_waiters_returns_immediately(sequence: int, clock: Cl
 
 
 def test_wait_with_a_failing_database_returns_an_incomplete_receipt(
-    sequence: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    sequence: int, clock: SleepingClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The revocation is committed; a failure of the receipt must not turn it into an error."""
 

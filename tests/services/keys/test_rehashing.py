@@ -273,7 +273,7 @@ def test_rehash_of_a_revoked_service_token_is_dropped(scene: Scene) -> None:
 # ------------------------------------------------------------------------------------------------------ property
 
 
-class Fleet:
+class ProcessFleet:
     """Model of several processes.
 
     One process issues and verifies. `late` loads new pepper versions only when it polls, sometimes without the backend,
@@ -369,14 +369,22 @@ class Fleet:
 
 STEPS = st.sampled_from(
     [
-        *(Fleet.rotate, Fleet.issue, Fleet.verify, Fleet.verify_late, Fleet.rehash, Fleet.retire, Fleet.poll_late),
         *(
-            Fleet.start_request,
-            Fleet.read,
-            Fleet.finish_request,
-            Fleet.revoke,
-            Fleet.advance_worker,
-            Fleet.poll_late_without_backend,
+            ProcessFleet.rotate,
+            ProcessFleet.issue,
+            ProcessFleet.verify,
+            ProcessFleet.verify_late,
+            ProcessFleet.rehash,
+            ProcessFleet.retire,
+            ProcessFleet.poll_late,
+        ),
+        *(
+            ProcessFleet.start_request,
+            ProcessFleet.read,
+            ProcessFleet.finish_request,
+            ProcessFleet.revoke,
+            ProcessFleet.advance_worker,
+            ProcessFleet.poll_late_without_backend,
         ),
     ]
 )
@@ -386,17 +394,17 @@ STEPS = st.sampled_from(
 @given(steps=st.lists(st.tuples(STEPS, st.integers(0, 2)), max_size=30))
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_peppers_in_any_order_of_actions_never_refuse_a_valid_key(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Callable[[Fleet, int], None], int]]
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Callable[[ProcessFleet, int], None], int]]
 ) -> None:
     """No process refuses a valid key, and every active key has its pepper, in any order of actions."""
     with transaction.atomic(), own_keystore(tmp_path_factory.mktemp("keystore")):
         pending_rehashes.forget()
-        fleet = Fleet()
+        fleet = ProcessFleet()
         for step, which in [
-            (Fleet.issue, 0),
+            (ProcessFleet.issue, 0),
             *steps,
-            (Fleet.poll_late, 0),
-            *[(Fleet.verify, each) for each in range(5)],
+            (ProcessFleet.poll_late, 0),
+            *[(ProcessFleet.verify, each) for each in range(5)],
         ]:
             step(fleet, which)
             fleet.check()
@@ -405,17 +413,24 @@ def test_peppers_in_any_order_of_actions_never_refuse_a_valid_key(
 
 def test_peppers_through_a_complete_rotation_never_refuse_a_valid_key(tmp_path: Path) -> None:
     """The regular order of a rotation, which the property test may not draw: used, moved, retired."""
-    fleet = Fleet()
+    fleet = ProcessFleet()
     first = (
-        Fleet.issue,
-        Fleet.start_request,
-        Fleet.read,
-        Fleet.rotate,
-        Fleet.poll_late_without_backend,
-        Fleet.advance_worker,
+        ProcessFleet.issue,
+        ProcessFleet.start_request,
+        ProcessFleet.read,
+        ProcessFleet.rotate,
+        ProcessFleet.poll_late_without_backend,
+        ProcessFleet.advance_worker,
     )
-    moved = (Fleet.verify, Fleet.verify_late, Fleet.poll_late, Fleet.advance_worker, Fleet.verify, Fleet.rehash)
-    for step in (*first, *moved, Fleet.verify_late, Fleet.retire):
+    moved = (
+        ProcessFleet.verify,
+        ProcessFleet.verify_late,
+        ProcessFleet.poll_late,
+        ProcessFleet.advance_worker,
+        ProcessFleet.verify,
+        ProcessFleet.rehash,
+    )
+    for step in (*first, *moved, ProcessFleet.verify_late, ProcessFleet.retire):
         step(fleet, 0)
         fleet.check()
     assert PepperVersion.objects.get(pepper_set=SANDBOX, number=1).destroyed_at is not None

@@ -72,7 +72,7 @@ class InFlight:
     paid_us: int = 0
 
 
-class Traffic:
+class LeaseTraffic:
     """Several processes and what each bucket admitted, as (time, cost)."""
 
     def __init__(self, processes: int) -> None:
@@ -160,7 +160,7 @@ def test_leases_of_several_processes_admit_no_more_than_the_bound(
     Requests may be concurrent and replies late or lost. A process refuses only what the store would refuse.
     """
     account, endpoint = bucket(account_limit), bucket(endpoint_limit, "endpoint")
-    traffic = Traffic(processes)
+    traffic = LeaseTraffic(processes)
     for step, number, has_endpoint, gap_us, drawn_cost in schedule:
         traffic.shared.now_us += gap_us
         request = (account, endpoint) if has_endpoint else (account,)
@@ -183,7 +183,7 @@ def test_leases_of_several_processes_admit_no_more_than_the_bound(
 def test_leases_held_by_all_processes_reach_the_bound() -> None:
     """The bound is tight: nearly all that LIFE_US restores is admitted beyond the limit."""
     one = bucket(Limit(200, 1))
-    traffic = Traffic(3)
+    traffic = LeaseTraffic(3)
 
     def spend_in_all(number: int) -> None:
         for process in [0, 1, 2] * number:

@@ -37,7 +37,7 @@ _NUMBERS = count()
 ROOT = Path(__file__).resolve().parents[3]
 
 
-class Writer:
+class StepwiseTransaction:
     """A transaction on its own connection that the test advances step by step."""
 
     def __init__(self) -> None:
@@ -83,11 +83,11 @@ def recorded(transactional_db: None) -> Iterator[RecordedFollower]:
 
 
 @contextmanager
-def writers(number: int) -> Iterator[list[Writer]]:
+def writers(number: int) -> Iterator[list[StepwiseTransaction]]:
     with ExitStack() as stack:
         created = []
         for _ in range(number):
-            created.append(Writer())
+            created.append(StepwiseTransaction())
             stack.callback(created[-1].connection.close)
         yield created
 

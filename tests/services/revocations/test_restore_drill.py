@@ -143,7 +143,7 @@ def postgres_dump(tmp_path: Path) -> Iterator[Database]:
     database.drop()
 
 
-class Host:
+class DrillHost:
     """An installation in its own directory, and the processes that run in it."""
 
     def __init__(self, folder: Path, database: Database) -> None:
@@ -173,7 +173,7 @@ class Host:
 
 
 def drill(folder: Path, database: Database) -> None:
-    host = Host(folder, database)
+    host = DrillHost(folder, database)
     created = host.run_json("-c", CREATE)
     database.back_up()
     last = host.run_json("-c", REVOKE, json.dumps(created))
@@ -234,7 +234,7 @@ PROGRAMS = {
 
 
 def drill_without_log(folder: Path, database: Database) -> None:
-    host = Host(folder, database)
+    host = DrillHost(folder, database)
     log = folder / "data" / "revocation_log"
     created = host.run_json("-c", CREATE)
     database.back_up()
@@ -291,7 +291,7 @@ anchor_revocations()
 
 def test_restore_drill_with_an_anchor_needs_no_log(tmp_path: Path, sqlite_copy: Database) -> None:
     """A new host without a log, on a restored database: refused, replayed from the anchor, started."""
-    host = Host(tmp_path, sqlite_copy)
+    host = DrillHost(tmp_path, sqlite_copy)
     log = tmp_path / "data" / "revocation_log"
     created = host.run_json("-c", CREATE)
     sqlite_copy.back_up()

@@ -45,7 +45,7 @@ from tests.backends.vault.installation import InstalledVault
 from tests.factories import grant, make_operator
 from tests.killing import KILLED_MASTER_KEY_ROTATION, KilledError
 from tests.management.command_line import run_command_line
-from tests.services.revocations.test_restore_drill import CREATE, START, Host, SqliteCopy
+from tests.services.revocations.test_restore_drill import CREATE, START, DrillHost, SqliteCopy
 
 pytestmark = pytest.mark.django_db
 
@@ -471,7 +471,7 @@ def test_master_key_is_wrapped_by_a_real_server(
 @pytest.mark.parametrize("number", [1, 6])
 def test_master_key_rotation_of_an_installation_killed_by_the_kernel_is_continued(number: int, tmp_path: Path) -> None:
     """Guarantee: kill -9 inside a transaction leaves a keystore that the next run finishes, and the service starts."""
-    host = Host(tmp_path, SqliteCopy(tmp_path))
+    host = DrillHost(tmp_path, SqliteCopy(tmp_path))
     created = host.run_json("-c", CREATE)
     killed = host.run("-c", KILLED_MASTER_KEY_ROTATION, str(number))
     assert killed.returncode == -signal.SIGKILL, killed.stderr

@@ -53,7 +53,7 @@ TEN = Limit(10, HOUR)
 
 
 @dataclass(frozen=True)
-class Scene:
+class JudgingScene:
     """Merchant `acme` with a private key and a limit of ten an hour; every judgement happens at `at`."""
 
     account: Account
@@ -86,15 +86,15 @@ def frozen_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def scene(db: None) -> Scene:
+def scene(db: None) -> JudgingScene:
     return start_with(_make_scene)
 
 
-def _make_scene() -> Scene:
+def _make_scene() -> JudgingScene:
     make_merchant("acme")
     key, text = issue(account())
     set_account_limit(admin_grant(P.LIMITS_WRITE, account()), account(), TEN)
-    return Scene(account(), key, text.reveal(), now())
+    return JudgingScene(account(), key, text.reveal(), now())
 
 
 def admin_grant(permission: P, of: Account | None = None) -> Grant:
@@ -131,7 +131,7 @@ def add_catalog_endpoint(**rule: Any) -> Endpoint:
 
 
 @pytest.mark.database
-def test_limit_of_ten_refuses_the_eleventh_request(scene: Scene) -> None:
+def test_limit_of_ten_refuses_the_eleventh_request(scene: JudgingScene) -> None:
     assert [verdict_code(scene.judge()) for _ in range(10)] == ["allowed"] * 10
     judgement = scene.judge()
     assert verdict_code(judgement) == "rate_limited"
@@ -162,14 +162,14 @@ UNPROVED = ("credential_in_url", "credential_ambiguous", "environment_mismatch")
 
 
 @pytest.mark.parametrize("denied", DENIED)
-def test_limit_is_not_spent_by_a_denied_request(scene: Scene, denied: str) -> None:
+def test_limit_is_not_spent_by_a_denied_request(scene: JudgingScene, denied: str) -> None:
     """A misconfigured client does not exhaust its limit."""
     for _ in range(3):
         assert verdict_code(scene.judge(**DENIED[denied])) == denied
     assert scene.remaining() == 10
 
 
-def test_limit_that_refuses_spends_from_neither_bucket(scene: Scene) -> None:
+def test_limit_that_refuses_spends_from_neither_bucket(scene: JudgingScene) -> None:
     set_endpoint_limit(
         admin_grant(P.LIMITS_WRITE, scene.account), SANDBOX, "orders.create", Limit(1, HOUR), scene.account
     )
@@ -185,19 +185,19 @@ def test_limit_that_refuses_spends_from_neither_bucket(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "nonsense", mint(seed="unknown"), mint()[:-6] + "000000"])
-def test_limit_is_not_spent_without_proof(scene: Scene, text: str | None) -> None:
+def test_limit_is_not_spent_without_proof(scene: JudgingScene, text: str | None) -> None:
     assert scene.judge(key=text).spend is None
     assert scene.remaining() == 10
 
 
-def test_limit_is_not_spent_by_a_wrong_secret(scene: Scene) -> None:
+def test_limit_is_not_spent_by_a_wrong_secret(scene: JudgingScene) -> None:
     """A caller who knows a key's public id cannot exhaust its owner's limit."""
     for _ in range(12):
         assert verdict_code(scene.judge(key=forged(scene.text))) == "credential_invalid"
     assert scene.remaining() == 10
 
 
-def test_limit_and_failed_proofs_are_not_spent_by_a_dry_run(scene: Scene) -> None:
+def test_limit_and_failed_proofs_are_not_spent_by_a_dry_run(scene: JudgingScene) -> None:
     for _ in range(12):
         assert verdict_code(scene.judge(is_dry=True)) == "allowed"
     assert scene.judge(is_dry=True).spend is None
@@ -208,7 +208,7 @@ def test_limit_and_failed_proofs_are_not_spent_by_a_dry_run(scene: Scene) -> Non
     assert judgement.verdict.retry_after_seconds is None
 
 
-def test_limit_is_shared_by_both_keys_of_a_rotation(scene: Scene) -> None:
+def test_limit_is_shared_by_both_keys_of_a_rotation(scene: JudgingScene) -> None:
     """A rotation neither doubles a limit nor halves it at its end."""
     other = activate_replacement(scene.key)
     for _ in range(5):
@@ -217,14 +217,14 @@ def test_limit_is_shared_by_both_keys_of_a_rotation(scene: Scene) -> None:
     assert verdict_code(scene.judge()) == verdict_code(scene.judge(key=other)) == "rate_limited"
 
 
-def test_limit_of_public_keys_is_separate_from_that_of_private_keys(scene: Scene) -> None:
+def test_limit_of_public_keys_is_separate_from_that_of_private_keys(scene: JudgingScene) -> None:
     _, public = issue(scene.account, kind=KeyKind.PUBLIC)
     public_request = {"key": public.reveal(), "endpoint": BUILT_IN.find("client.configuration")}
     assert [verdict_code(scene.judge(**public_request)) for _ in range(11)] == ["allowed"] * 10 + ["rate_limited"]
     assert scene.remaining() == 10
 
 
-def test_limit_when_exhausted_does_not_block_a_self_revocation(scene: Scene) -> None:
+def test_limit_when_exhausted_does_not_block_a_self_revocation(scene: JudgingScene) -> None:
     """A finder of the key cannot prevent its owner from revoking it."""
     for _ in range(10):
         scene.judge()
@@ -234,14 +234,14 @@ def test_limit_when_exhausted_does_not_block_a_self_revocation(scene: Scene) -> 
     assert judgement.spend is None
 
 
-def test_limit_is_spent_for_the_full_cost_or_not_at_all(scene: Scene) -> None:
+def test_limit_is_spent_for_the_full_cost_or_not_at_all(scene: JudgingScene) -> None:
     assert verdict_code(scene.judge(cost=8)) == "allowed"
     assert verdict_code(scene.judge(cost=3)) == "rate_limited"
     assert verdict_code(scene.judge(cost=2)) == "allowed"
 
 
 @pytest.mark.parametrize("is_dry", [False, True])
-def test_cost_above_the_burst_is_invalid_and_names_the_burst(scene: Scene, is_dry: bool) -> None:
+def test_cost_above_the_burst_is_invalid_and_names_the_burst(scene: JudgingScene, is_dry: bool) -> None:
     """Waiting would not help, so there is no Retry-After; a dry run is denied too."""
     verdict = scene.judge(cost=11, is_dry=is_dry).verdict
     assert isinstance(verdict, Denial)
@@ -254,7 +254,7 @@ def test_cost_above_the_burst_is_invalid_and_names_the_burst(scene: Scene, is_dr
 # --- changed limits ---------------------------------------------------------------------------------------
 
 
-def test_limit_changed_back_starts_full(scene: Scene) -> None:
+def test_limit_changed_back_starts_full(scene: JudgingScene) -> None:
     """An exhausted limit of another scope with the same numbers is not shared."""
     tight = Limit(1, HOUR)
     for _ in range(2):
@@ -269,7 +269,7 @@ def test_limit_changed_back_starts_full(scene: Scene) -> None:
 # --- precedence -------------------------------------------------------------------------------------------
 
 
-def test_limit_of_the_pair_precedes_the_endpoint_s_and_the_catalog_s(scene: Scene) -> None:
+def test_limit_of_the_pair_precedes_the_endpoint_s_and_the_catalog_s(scene: JudgingScene) -> None:
     endpoint = add_catalog_endpoint(limit_count=5, limit_seconds=HOUR)
     make_merchant("globex")
 
@@ -296,13 +296,13 @@ def test_limit_of_the_pair_precedes_the_endpoint_s_and_the_catalog_s(scene: Scen
     assert in_force() == 5
 
 
-def test_limit_of_an_endpoint_without_one_is_the_account_s(scene: Scene) -> None:
+def test_limit_of_an_endpoint_without_one_is_the_account_s(scene: JudgingScene) -> None:
     spend = scene.judge().spend
     assert spend is not None
     assert [(each.policy, each.limit) for each in spend.statuses] == [("account", TEN)]
 
 
-def test_limit_of_an_account_without_one_is_the_environment_s_default(scene: Scene) -> None:
+def test_limit_of_an_account_without_one_is_the_environment_s_default(scene: JudgingScene) -> None:
     set_account_limit(admin_grant(P.LIMITS_WRITE, scene.account), account(), None)
     spend = scene.judge().spend
     assert spend is not None
@@ -313,7 +313,7 @@ def test_limit_of_an_account_without_one_is_the_environment_s_default(scene: Sce
     assert spend.statuses[0].limit == Limit(100, 1)
 
 
-def test_limit_of_an_account_changed_starts_full(scene: Scene) -> None:
+def test_limit_of_an_account_changed_starts_full(scene: JudgingScene) -> None:
     for _ in range(10):
         scene.judge()
     set_account_limit(admin_grant(P.LIMITS_WRITE, account()), account(), Limit(11, HOUR))
@@ -332,7 +332,7 @@ class LostStore:
     [(LimiterFailurePolicy.LOCAL_SHARE, "allowed"), (LimiterFailurePolicy.REFUSE, "dependency_unavailable")],
 )
 def test_limit_with_the_store_lost_follows_the_endpoint_s_policy(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, on_loss: LimiterFailurePolicy, expected: str
+    scene: JudgingScene, monkeypatch: pytest.MonkeyPatch, on_loss: LimiterFailurePolicy, expected: str
 ) -> None:
     """The limit is never lifted: a share of it applies, or every request is denied except a self-revocation."""
     endpoint = add_catalog_endpoint(on_limiter_loss=on_loss)
@@ -367,7 +367,7 @@ def retry_after(judgement: Judgement) -> int | None:
     return judgement.verdict.retry_after_seconds
 
 
-def test_failed_proofs_beyond_a_hundred_get_a_retry_after(scene: Scene) -> None:
+def test_failed_proofs_beyond_a_hundred_get_a_retry_after(scene: JudgingScene) -> None:
     """Failed proofs are limited by address, whatever their kind; a valid key from that address still passes."""
     texts = list(failed_proof_texts(scene.text).values())
     for number in range(FAILED_PROOF_LIMIT.count):
@@ -382,7 +382,7 @@ def test_failed_proofs_beyond_a_hundred_get_a_retry_after(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("kind", ["malformed", "wrong checksum", "service token", "unknown", "wrong secret"])
-def test_failed_proofs_of_each_kind_are_counted(scene: Scene, kind: str) -> None:
+def test_failed_proofs_of_each_kind_are_counted(scene: JudgingScene, kind: str) -> None:
     """A free kind of guess would be the one that attackers use."""
     text = failed_proof_texts(scene.text)[kind]
     for _ in range(FAILED_PROOF_LIMIT.count):
@@ -390,7 +390,7 @@ def test_failed_proofs_of_each_kind_are_counted(scene: Scene, kind: str) -> None
     assert retry_after(scene.judge(key=text)) is not None
 
 
-def test_failed_proofs_do_not_include_other_denials(scene: Scene) -> None:
+def test_failed_proofs_do_not_include_other_denials(scene: JudgingScene) -> None:
     """A missing key, a key of the other environment and a proved but suspended key do not count."""
     suspend_key(admin_grant(P.KEYS_SUSPEND, scene.account), scene.key)
     for _ in range(FAILED_PROOF_LIMIT.count):
@@ -400,7 +400,7 @@ def test_failed_proofs_do_not_include_other_denials(scene: Scene) -> None:
     assert retry_after(scene.judge(key="x")) is None
 
 
-def test_failed_proofs_above_the_limit_reveal_nothing_more(scene: Scene) -> None:
+def test_failed_proofs_above_the_limit_reveal_nothing_more(scene: JudgingScene) -> None:
     """Malformed, unknown and wrong keys get the same 401 with Retry-After."""
     for _ in range(FAILED_PROOF_LIMIT.count):
         scene.judge(key="x")
@@ -413,7 +413,7 @@ def test_failed_proofs_above_the_limit_reveal_nothing_more(scene: Scene) -> None
 # --- scope ------------------------------------------------------------------------------------------------
 
 
-def test_scope_without_the_key_s_merchant_denies_it_as_unknown(scene: Scene) -> None:
+def test_scope_without_the_key_s_merchant_denies_it_as_unknown(scene: JudgingScene) -> None:
     """The judgement equals that of an unknown key: no identity and no spent limit."""
     foreign = scene.judge(scope=frozenset({"globex"}))
     unknown = scene.judge(key=mint(seed="unknown"), scope=frozenset({"globex"}))
@@ -425,14 +425,14 @@ def test_scope_without_the_key_s_merchant_denies_it_as_unknown(scene: Scene) -> 
     assert verdict_code(scene.judge(scope=frozenset())) == "credential_invalid"
 
 
-def test_scope_without_the_key_s_merchant_counts_a_failed_proof(scene: Scene) -> None:
+def test_scope_without_the_key_s_merchant_counts_a_failed_proof(scene: JudgingScene) -> None:
     """Otherwise the failed-proof limiter would distinguish a foreign key from an unknown one."""
     for _ in range(FAILED_PROOF_LIMIT.count):
         scene.judge(scope=frozenset({"globex"}))
     assert retry_after(scene.judge(scope=frozenset({"globex"}))) is not None
 
 
-def test_scope_without_the_key_s_merchant_hides_a_suspension(scene: Scene) -> None:
+def test_scope_without_the_key_s_merchant_hides_a_suspension(scene: JudgingScene) -> None:
     suspend_key(admin_grant(P.KEYS_SUSPEND, scene.account), scene.key)
     assert verdict_code(scene.judge()) == "key_not_active"
     assert scene.judge(scope=frozenset({"globex"})) == scene.judge(
@@ -448,7 +448,7 @@ def test_scope_without_the_key_s_merchant_hides_a_suspension(scene: Scene) -> No
 @pytest.mark.parametrize("error", [OperationalError, InterfaceError])
 @pytest.mark.parametrize("read", ["find_key_record", "find_customer_record", "endpoint_limit"])
 def test_database_lost_denies_as_stale(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, error: type[Exception], read: str
+    scene: JudgingScene, monkeypatch: pytest.MonkeyPatch, error: type[Exception], read: str
 ) -> None:
     """Fails closed, whichever read fails, with a Retry-After."""
     _, token = customer(scene)
@@ -465,7 +465,7 @@ def test_database_lost_denies_as_stale(
 
 
 @pytest.mark.database
-def test_database_lost_still_denies_what_needs_no_read(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_database_lost_still_denies_what_needs_no_read(scene: JudgingScene, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(key_id: str) -> None:
         raise OperationalError("gone")
 
@@ -479,7 +479,7 @@ def test_database_lost_still_denies_what_needs_no_read(scene: Scene, monkeypatch
 # --- customers --------------------------------------------------------------------------------------------
 
 
-def customer(scene: Scene, merchant_id: str = "acme") -> tuple[str, str]:
+def customer(scene: JudgingScene, merchant_id: str = "acme") -> tuple[str, str]:
     """Issue a customer token; return its id and string."""
     key = scene.key if merchant_id == "acme" else issue(account(merchant_id))[0]
     allowed = grant(_holder(key, merchant_id), P.CUSTOMER_TOKENS_WRITE, account(merchant_id))
@@ -491,7 +491,7 @@ def _holder(key: Key, merchant_id: str) -> KeyHolder:
     return KeyHolder(key.key_id, key.credential_id, KeyKind.PRIVATE, SANDBOX, merchant_id)
 
 
-def test_customer_token_valid_names_the_customer_until_revoked(scene: Scene) -> None:
+def test_customer_token_valid_names_the_customer_until_revoked(scene: JudgingScene) -> None:
     token_id, token = customer(scene)
     judgement = scene.judge(endpoint=ME, bearer=token)
     assert verdict_code(judgement) == "allowed"
@@ -505,7 +505,7 @@ def test_customer_token_valid_names_the_customer_until_revoked(scene: Scene) -> 
 
 @pytest.mark.parametrize("kind", ["not accepted", "no endpoint", "no Bearer"])
 def test_customer_token_that_is_not_needed_is_not_read(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, kind: str
+    scene: JudgingScene, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     _, token = customer(scene)
 
@@ -536,7 +536,7 @@ def note(judgement: Judgement, *, is_probe: bool = False) -> list[tuple[str, Use
     return log.recorded()
 
 
-def test_exposure_in_a_url_is_attributed_only_with_proof(scene: Scene) -> None:
+def test_exposure_in_a_url_is_attributed_only_with_proof(scene: JudgingScene) -> None:
     """A caller who writes another key's public id into a URL casts no suspicion on it; the response is the same."""
     proved = scene.judge(url=f"/orders?key={scene.text}")
     assert (verdict_code(proved), proved.exposed_key_id, proved.holder) == ("credential_in_url", scene.key.key_id, None)
@@ -548,12 +548,14 @@ def test_exposure_in_a_url_is_attributed_only_with_proof(scene: Scene) -> None:
         assert note(unproved) == []
 
 
-def test_exposure_outside_the_scope_is_not_attributed(scene: Scene) -> None:
+def test_exposure_outside_the_scope_is_not_attributed(scene: JudgingScene) -> None:
     judgement = scene.judge(url=f"/orders?key={scene.text}", scope=frozenset({"globex"}))
     assert judgement.exposed_key_id is None
 
 
-def test_exposure_of_a_key_of_the_other_environment_is_not_read(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exposure_of_a_key_of_the_other_environment_is_not_read(
+    scene: JudgingScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process pinned to one environment lacks the other's peppers."""
     _, text = issue(account(environment=PRODUCTION))
 
@@ -564,18 +566,18 @@ def test_exposure_of_a_key_of_the_other_environment_is_not_read(scene: Scene, mo
     assert scene.judge(url=f"/orders?key={text.reveal()}").exposed_key_id is None
 
 
-def test_exposure_of_a_public_key_in_a_url_is_attributed(scene: Scene) -> None:
+def test_exposure_of_a_public_key_in_a_url_is_attributed(scene: JudgingScene) -> None:
     key, text = issue(scene.account, kind=KeyKind.PUBLIC)
     assert scene.judge(url=f"/orders?key={text.reveal()}").exposed_key_id == key.key_id
 
 
-def test_exposure_of_a_private_key_in_a_browser_is_recorded(scene: Scene) -> None:
+def test_exposure_of_a_private_key_in_a_browser_is_recorded(scene: JudgingScene) -> None:
     refused = scene.judge(origin="https://shop.example")
     assert verdict_code(refused) == "private_key_in_browser"
     assert note(refused) == [(scene.key.key_id, UseOutcome.EXPOSED_IN_BROWSER), (scene.key.key_id, UseOutcome.DENIED)]
 
 
-def test_exposure_with_an_origin_to_report_is_allowed_and_recorded(scene: Scene) -> None:
+def test_exposure_with_an_origin_to_report_is_allowed_and_recorded(scene: JudgingScene) -> None:
     credential = scene.key.credential
     restrict_credential(admin_grant(P.CREDENTIALS_RESTRICT, scene.account), credential, [], OriginHeader.REPORT)
     reported = scene.judge(origin="https://shop.example")
@@ -584,7 +586,7 @@ def test_exposure_with_an_origin_to_report_is_allowed_and_recorded(scene: Scene)
     assert note(scene.judge()) == [(scene.key.key_id, UseOutcome.ALLOWED)]
 
 
-def test_exposure_is_not_recorded_for_a_public_key_in_a_browser(scene: Scene) -> None:
+def test_exposure_is_not_recorded_for_a_public_key_in_a_browser(scene: JudgingScene) -> None:
     key, text = issue(scene.account, kind=KeyKind.PUBLIC)
     endpoint = BUILT_IN.find("client.configuration")
     judgement = scene.judge(key=text.reveal(), endpoint=endpoint, origin="https://shop.example")
@@ -592,7 +594,7 @@ def test_exposure_is_not_recorded_for_a_public_key_in_a_browser(scene: Scene) ->
 
 
 @pytest.mark.parametrize("denied", [*DENIED, "rate_limited"])
-def test_denied_request_with_proof_is_recorded_as_denied(scene: Scene, denied: str) -> None:
+def test_denied_request_with_proof_is_recorded_as_denied(scene: JudgingScene, denied: str) -> None:
     """A denied holder still has the key, so a rotation must not count it as silent.
 
     Without proof nothing is recorded.
@@ -607,7 +609,7 @@ def test_denied_request_with_proof_is_recorded_as_denied(scene: Scene, denied: s
     assert recorded == [(scene.key.key_id, outcome) for outcome in expected]
 
 
-def test_denied_request_of_a_revoked_key_is_not_recorded(scene: Scene) -> None:
+def test_denied_request_of_a_revoked_key_is_not_recorded(scene: JudgingScene) -> None:
     """The key itself is the reason, and no rotation waits for its silence."""
     revoke_key(admin_grant(P.KEYS_REVOKE, scene.account), scene.key, RevocationReason.SUPERSEDED)
     judgement = scene.judge()
@@ -615,14 +617,14 @@ def test_denied_request_of_a_revoked_key_is_not_recorded(scene: Scene) -> None:
     assert note(judgement) == []
 
 
-def test_attempt_on_a_suspended_key_is_recorded_only_with_proof(scene: Scene) -> None:
+def test_attempt_on_a_suspended_key_is_recorded_only_with_proof(scene: JudgingScene) -> None:
     suspend_key(admin_grant(P.KEYS_SUSPEND, scene.account), scene.key)
     assert note(scene.judge()) == [(scene.key.key_id, UseOutcome.REFUSED)]
     assert note(scene.judge(key=forged(scene.text))) == []
 
 
 @pytest.mark.parametrize("kind", ["allowed", "denied", "suspended", "in a URL", "in a browser"])
-def test_probe_is_recorded_as_a_probe_only(scene: Scene, kind: str) -> None:
+def test_probe_is_recorded_as_a_probe_only(scene: JudgingScene, kind: str) -> None:
     """A probe is no use, no attempt in quarantine and no exposure, whatever its verdict."""
     if kind == "suspended":
         suspend_key(admin_grant(P.KEYS_SUSPEND, scene.account), scene.key)
@@ -635,7 +637,7 @@ def test_probe_is_recorded_as_a_probe_only(scene: Scene, kind: str) -> None:
     assert note(scene.judge(key=forged(scene.text)), is_probe=True) == [], "a probe without proof must not be recorded"
 
 
-def test_probe_of_a_suspended_key_logs_no_warning(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_probe_of_a_suspended_key_logs_no_warning(scene: JudgingScene, caplog: pytest.LogCaptureFixture) -> None:
     suspend_key(admin_grant(P.KEYS_SUSPEND, scene.account), scene.key)
     judgement = scene.judge()
     note(judgement, is_probe=True)
@@ -644,7 +646,7 @@ def test_probe_of_a_suspended_key_logs_no_warning(scene: Scene, caplog: pytest.L
     assert "a suspended key was presented" in caplog.messages
 
 
-def test_probe_with_a_customer_token_does_not_acknowledge_it(scene: Scene) -> None:
+def test_probe_with_a_customer_token_does_not_acknowledge_it(scene: JudgingScene) -> None:
     """The stored response with the token is kept until the merchant itself has used the token."""
     token_id, token = customer(scene)
     judgement = scene.judge(endpoint=ME, bearer=token)
@@ -655,7 +657,7 @@ def test_probe_with_a_customer_token_does_not_acknowledge_it(scene: Scene) -> No
     assert log._secrets_used == {token_id}
 
 
-def test_origin_is_recorded_for_public_keys_only(scene: Scene) -> None:
+def test_origin_is_recorded_for_public_keys_only(scene: JudgingScene) -> None:
     """The origin shows which shops hold a public key; for a private key it only indicates an exposure."""
     origin, log = "https://shop.example", RecordedUses()
     _, text = issue(scene.account, kind=KeyKind.PUBLIC)
@@ -672,7 +674,7 @@ def test_origin_is_recorded_for_public_keys_only(scene: Scene) -> None:
 # --- explanations -----------------------------------------------------------------------------------------
 
 
-def test_explanation_spends_nothing_and_is_none_for_an_unknown_key(scene: Scene) -> None:
+def test_explanation_spends_nothing_and_is_none_for_an_unknown_key(scene: JudgingScene) -> None:
     for _ in range(12):
         explained = explain_described(scene.request, scene.key.key_id, None, scene.at)
         assert explained is not None
@@ -681,7 +683,7 @@ def test_explanation_spends_nothing_and_is_none_for_an_unknown_key(scene: Scene)
     assert explain_described(scene.request, "A" * 16, None, scene.at) is None
 
 
-def test_explanation_judges_a_customer_token_by_its_id(scene: Scene) -> None:
+def test_explanation_judges_a_customer_token_by_its_id(scene: JudgingScene) -> None:
     token_id, _ = customer(scene)
     request = replace(scene.request, endpoint=ME, bearer="present")
     for named, expected in (

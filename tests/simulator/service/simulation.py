@@ -31,7 +31,7 @@ from rotation.services.rotations.facts import list_waived
 from tests.factories import the_operator
 from tests.rotation import scene
 from tests.rotation.machine.backend import MemoryBackend
-from tests.simulator.fleet import Consumer, Fleet, FleetOptions, Uses
+from tests.simulator.fleet import Consumer, FleetOptions, SimulatedFleet, Uses
 from tests.simulator.rules import Rules
 from tests.simulator.service.engine import ServiceEngine
 from tests.simulator.service.people import ServicePeople
@@ -85,7 +85,7 @@ class ReportingVerifier(Verifier):
         super().cut()
 
 
-class RememberingFleet(Fleet):
+class RememberingFleet(SimulatedFleet):
     """Keeps the uses of the time before the simulation, which it reports to the service once the rows exist."""
 
     def remember(self, consumer: Consumer, key: StoredKey, first_at: datetime, last_at: datetime) -> None:

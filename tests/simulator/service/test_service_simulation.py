@@ -13,7 +13,7 @@ from tests.simulator.fleet import FleetOptions
 from tests.simulator.report import format_result
 from tests.simulator.service.place import service
 from tests.simulator.service.simulation import ServiceSimulation
-from tests.simulator.simulation import Result
+from tests.simulator.simulation import SimulationResult
 
 pytestmark = pytest.mark.django_db
 
@@ -21,7 +21,7 @@ SMALL = FleetOptions(credentials=3, forgotten=0, sandbox=1)
 """In the sandbox every request is approved, and every period is short."""
 
 
-def _run(seed: int, steps: int) -> Result:
+def _run(seed: int, steps: int) -> SimulationResult:
     """Run from the request of a rotation of each credential."""
     with service() as backend:
         simulation = ServiceSimulation(seed, backend, SMALL)

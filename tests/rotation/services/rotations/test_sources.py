@@ -41,7 +41,7 @@ JOB = "203.0.113.0/24 month-end"
 
 
 @dataclass
-class Fleet:
+class ClientFleet:
     """A production key with daily clients and a monthly one, on the test's clock."""
 
     clock: Clock
@@ -133,11 +133,11 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(clock: Clock, verifier: UsageLog) -> Fleet:
-    return Fleet(clock, verifier)
+def fleet(clock: Clock, verifier: UsageLog) -> ClientFleet:
+    return ClientFleet(clock, verifier)
 
 
-def test_silence_of_a_daily_client_does_not_hide_a_monthly_one(fleet: Fleet) -> None:
+def test_silence_of_a_daily_client_does_not_hide_a_monthly_one(fleet: ClientFleet) -> None:
     """With the defaults of production, the month-end job still finds its key 30 days after its last call."""
     fleet.live(91)
     fleet.begin()
@@ -149,7 +149,7 @@ def test_silence_of_a_daily_client_does_not_hide_a_monthly_one(fleet: Fleet) -> 
 
 
 @pytest.mark.database
-def test_silence_of_a_monthly_client_ends_after_two_of_its_gaps(fleet: Fleet) -> None:
+def test_silence_of_a_monthly_client_ends_after_two_of_its_gaps(fleet: ClientFleet) -> None:
     """A job that has stopped delays the rotation by its own habit, which the default deadline leaves time for."""
     fleet.live(91)
     fleet.begin()
@@ -169,7 +169,7 @@ def test_silence_of_a_monthly_client_ends_after_two_of_its_gaps(fleet: Fleet) ->
     }
 
 
-def test_silence_of_a_monthly_client_that_never_moves_stalls_at_the_deadline(fleet: Fleet) -> None:
+def test_silence_of_a_monthly_client_that_never_moves_stalls_at_the_deadline(fleet: ClientFleet) -> None:
     """It is never refused: the deadline keeps both keys."""
     fleet.live(31)
     fleet.begin()
@@ -180,7 +180,7 @@ def test_silence_of_a_monthly_client_that_never_moves_stalls_at_the_deadline(fle
     assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
 
 
-def test_silence_of_a_monthly_client_that_moved_is_one_gap_and_the_quiet_period(fleet: Fleet) -> None:
+def test_silence_of_a_monthly_client_that_moved_is_one_gap_and_the_quiet_period(fleet: ClientFleet) -> None:
     """Another host of that source may call once more with the old key, within its gap."""
     fleet.live(31)
     fleet.begin()
@@ -195,7 +195,7 @@ def test_silence_of_a_monthly_client_that_moved_is_one_gap_and_the_quiet_period(
     assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
 
-def test_gap_that_is_open_at_delivery_counts_as_long_as_it_is_then(fleet: Fleet) -> None:
+def test_gap_that_is_open_at_delivery_counts_as_long_as_it_is_then(fleet: ClientFleet) -> None:
     """A daily job that stopped 20 days before has a gap of 20 days, which does not grow while the rotation waits."""
     fleet.live(10, job_every=1)
     fleet.live(20, job_every=1000)
@@ -209,7 +209,7 @@ def test_gap_that_is_open_at_delivery_counts_as_long_as_it_is_then(fleet: Fleet)
     assert rotation.state == S.COMPLETED
 
 
-def test_monthly_job_that_ran_once_shortly_before_the_delivery_finds_its_key_a_month_later(fleet: Fleet) -> None:
+def test_monthly_job_that_ran_once_shortly_before_the_delivery_finds_its_key_a_month_later(fleet: ClientFleet) -> None:
     """The minutes of its one run, and of a second attempt on that day, are no habit."""
     fleet.day = 1
     fleet.live(29, job_every=1000)
@@ -228,7 +228,7 @@ def test_monthly_job_that_ran_once_shortly_before_the_delivery_finds_its_key_a_m
     assert fleet.refused == []
 
 
-def test_client_in_use_for_more_than_a_day_was_seen_more_than_once(fleet: Fleet) -> None:
+def test_client_in_use_for_more_than_a_day_was_seen_more_than_once(fleet: ClientFleet) -> None:
     """A client that called for more than a day has a habit: once it stops, it is silent after the quiet period."""
     fleet.day = 1
     fleet.live(3, job_every=1000)
@@ -243,7 +243,7 @@ def test_client_in_use_for_more_than_a_day_was_seen_more_than_once(fleet: Fleet)
     assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
 
-def test_source_seen_once_is_awaited_until_the_deadline(fleet: Fleet) -> None:
+def test_source_seen_once_is_awaited_until_the_deadline(fleet: ClientFleet) -> None:
     """One call gives no evidence of when the next one comes."""
     fleet.live(1)
     fleet.live(20, job_every=1000)
@@ -254,7 +254,7 @@ def test_source_seen_once_is_awaited_until_the_deadline(fleet: Fleet) -> None:
     assert (rotation.state, rotation.stalled_from) == (S.STALLED, S.OVERLAP)
 
 
-def test_clients_that_were_not_kept_apart_must_be_waived(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_were_not_kept_apart_must_be_waived(fleet: ClientFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flood of clients hides a rare one, on the old key and on the replacement."""
     fleet.live(3)
     with monkeypatch.context() as flooded:
@@ -284,7 +284,7 @@ def test_clients_that_were_not_kept_apart_have_no_gap_in_any_environment(environ
 
 
 def test_sources_of_a_key_beyond_the_bound_must_be_waived_together(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: ClientFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn reads a bounded number of sources, and takes none that it has not read as silent."""
     fleet.live(3, job_every=1)
@@ -304,7 +304,7 @@ def test_sources_of_a_key_beyond_the_bound_must_be_waived_together(
     assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
 
-def test_proof_by_traffic_counts_the_minutes_that_have_rolled_up(fleet: Fleet) -> None:
+def test_proof_by_traffic_counts_the_minutes_that_have_rolled_up(fleet: ClientFleet) -> None:
     """A merchant that deploys slowly proves the replacement over days, of which only hours are kept."""
     fleet.live(2)
     fleet.begin()
@@ -328,7 +328,7 @@ def late_sources(rotation: Rotation) -> object:
     return rotation.approved_plan.late_sources
 
 
-def test_plan_lists_the_sources_that_cannot_be_silent_by_the_deadline(fleet: Fleet) -> None:
+def test_plan_lists_the_sources_that_cannot_be_silent_by_the_deadline(fleet: ClientFleet) -> None:
     """The approver sees them before a key is made, with a deadline that would fit, under the digest."""
     fleet.live(31)
     now = fleet.clock()
@@ -345,7 +345,7 @@ def test_plan_lists_the_sources_that_cannot_be_silent_by_the_deadline(fleet: Fle
     assert Plan.from_json(rotation.plan).digest() == rotation.plan_digest
 
 
-def test_plan_with_the_fitting_deadline_completes(fleet: Fleet) -> None:
+def test_plan_with_the_fitting_deadline_completes(fleet: ClientFleet) -> None:
     fleet.live(31)
     now = fleet.clock()
     late = plan_rotation(fleet.credential, PlanOverrides(deadline=now + timedelta(days=20)), now).late_sources
@@ -357,18 +357,18 @@ def test_plan_with_the_fitting_deadline_completes(fleet: Fleet) -> None:
     assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
 
-def test_plan_with_the_default_deadline_fits_the_longest_gap(fleet: Fleet) -> None:
+def test_plan_with_the_default_deadline_fits_the_longest_gap(fleet: ClientFleet) -> None:
     fleet.live(31)
     assert late_sources(fleet.begin()) is None
 
 
-def test_plan_lists_a_source_seen_once_without_a_deadline(fleet: Fleet) -> None:
+def test_plan_lists_a_source_seen_once_without_a_deadline(fleet: ClientFleet) -> None:
     """No deadline fits it: it must be seen on the replacement, or be waived."""
     fleet.live(10, job_every=1000)
     assert late_sources(fleet.begin()) == {JOB: None}
 
 
-def test_plan_lists_a_source_that_has_long_been_gone(fleet: Fleet) -> None:
+def test_plan_lists_a_source_that_has_long_been_gone(fleet: ClientFleet) -> None:
     fleet.live(2, job_every=1)
     fleet.live(60, job_every=1000)
     listed = late_sources(fleet.begin())
@@ -376,7 +376,7 @@ def test_plan_lists_a_source_that_has_long_been_gone(fleet: Fleet) -> None:
     assert list(listed) == [JOB]
 
 
-def test_plan_with_a_waived_source_awaits_the_others_only(fleet: Fleet) -> None:
+def test_plan_with_a_waived_source_awaits_the_others_only(fleet: ClientFleet) -> None:
     """The waiver is part of the digest, and evidence in the name of the operator who approved it."""
     fleet.live(31)
     now = fleet.clock()
@@ -394,7 +394,7 @@ def test_plan_with_a_waived_source_awaits_the_others_only(fleet: Fleet) -> None:
     assert ended.state == S.COMPLETED
 
 
-def test_plan_with_a_waived_source_has_an_earlier_default_deadline(fleet: Fleet) -> None:
+def test_plan_with_a_waived_source_has_an_earlier_default_deadline(fleet: ClientFleet) -> None:
     fleet.live(31)
     now = fleet.clock()
     awaiting = plan_rotation(fleet.credential, PlanOverrides(), now).deadline
@@ -410,7 +410,7 @@ def test_plan_of_the_sandbox_measures_by_no_gaps(clock: Clock, verifier: UsageLo
     assert plan_rotation(key.credential, PlanOverrides(), clock()).late_sources is None
 
 
-def test_rotation_completes_although_a_verifier_is_lost_every_week(fleet: Fleet) -> None:
+def test_rotation_completes_although_a_verifier_is_lost_every_week(fleet: ClientFleet) -> None:
     """Its sources have moved, so a lost use of the old key is none of theirs."""
     fleet.live(20, job_every=1)
     fleet.begin()
@@ -428,7 +428,7 @@ def test_rotation_completes_although_a_verifier_is_lost_every_week(fleet: Fleet)
 # --- what it says, and what an operator can do --------------------------------------------------------------
 
 
-def test_rotation_says_which_sources_it_waits_for_and_until_when(fleet: Fleet) -> None:
+def test_rotation_says_which_sources_it_waits_for_and_until_when(fleet: ClientFleet) -> None:
     """Also while it is stalled at its deadline."""
     fleet.live(31)
     fleet.begin()
@@ -456,7 +456,7 @@ def test_rotation_says_which_sources_it_waits_for_and_until_when(fleet: Fleet) -
     assert [each["source"] for each in awaited] == [JOB]
 
 
-def test_source_that_is_waived_is_no_longer_waited_for(fleet: Fleet) -> None:
+def test_source_that_is_waived_is_no_longer_waited_for(fleet: ClientFleet) -> None:
     """The waiver names the operator, in the audit log and in the evidence that the revocation cites."""
     fleet.live(31)
     fleet.begin()
@@ -481,7 +481,7 @@ def test_source_that_is_waived_is_no_longer_waited_for(fleet: Fleet) -> None:
     }
 
 
-def test_source_that_is_not_waived_reinstates_the_key_beside_a_waived_one(fleet: Fleet) -> None:
+def test_source_that_is_not_waived_reinstates_the_key_beside_a_waived_one(fleet: ClientFleet) -> None:
     """A waiver covers its own source only."""
     fleet.live(10, job_every=1)
     fleet.begin()
@@ -505,7 +505,7 @@ def test_source_that_is_not_waived_reinstates_the_key_beside_a_waived_one(fleet:
     ],
 )
 def test_waiver_without_a_reason_or_of_an_unknown_source_is_refused(
-    fleet: Fleet, source: str, why: str, error: str
+    fleet: ClientFleet, source: str, why: str, error: str
 ) -> None:
     fleet.live(31)
     fleet.begin()
@@ -515,7 +515,7 @@ def test_waiver_without_a_reason_or_of_an_unknown_source_is_refused(
     assert not AuditEntry.objects.filter(event="rotation.source_waived").exists()
 
 
-def test_waiver_is_given_once_and_by_an_operator(fleet: Fleet) -> None:
+def test_waiver_is_given_once_and_by_an_operator(fleet: ClientFleet) -> None:
     fleet.live(31)
     rotation = fleet.begin()
     fleet.waive(JOB)
@@ -527,7 +527,7 @@ def test_waiver_is_given_once_and_by_an_operator(fleet: Fleet) -> None:
 
 
 def test_waiver_whose_audit_entry_cannot_be_written_does_not_happen(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: ClientFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet.live(31)
     rotation = fleet.begin()

@@ -348,7 +348,7 @@ def test_change_that_is_rolled_back_leaves_no_mark(clock: Clock) -> None:
 # --- incremental and from scratch -----------------------------------------------------------------------------
 
 
-class Fleet:
+class AccountFleet:
     """A few accounts with credentials, and random changes of keys, accounts, schedules and calendars."""
 
     def __init__(self, seed: int, clock: Clock) -> None:
@@ -424,7 +424,7 @@ class Fleet:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 3))])
 def test_dates_after_random_changes_equal_those_from_scratch(clock: Clock, seed: int) -> None:
     """Guarantee: no change of a key, an account, a rotation, a schedule or a calendar leaves an outdated date."""
-    fleet = Fleet(seed, clock)
+    fleet = AccountFleet(seed, clock)
     seen = set()
     for _ in range(10):
         for _ in range(3):
