@@ -185,7 +185,8 @@ class AnchorWriter:
 
     def _run(self, now: datetime) -> int:
         if self.position is None:
-            self.position = min(self._read().sequence, read_counter())
+            self.anchored = self._read().sequence
+            self.position = min(self.anchored, read_counter())
         last = find_last_settled()
         if last < self.position:
             self.position = min(self.position, read_counter())
