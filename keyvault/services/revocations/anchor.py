@@ -202,13 +202,14 @@ class AnchorWriter:
             # The secret backend was set back, so that the anchor lacks what this process has passed.
             self.position, self.anchored = min(self.position, anchor.sequence), anchor.sequence
             return 0
-        self.anchored = anchor.sequence
-        if self.position < anchor.sequence <= read_counter():
+        is_newer, self.anchored = anchor.sequence > self.anchored, anchor.sequence
+        if is_newer and self.position < anchor.sequence <= read_counter():
             # Another worker was faster.
             self.position = anchor.sequence
             return 0
         # If the database was set back, keep the anchor's sequence ahead of it, so that the service refuses to start.
-        sequence = max(end, anchor.sequence)
+        # Hosts copy only sequences that they lack.
+        sequence = max(end, anchor.sequence + 1)
         lines = describe_ended(subjects, sequence, now)
         try:
             _write(anchor, lines, sequence)

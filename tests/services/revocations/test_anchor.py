@@ -462,6 +462,40 @@ def test_started_worker_completes_an_anchor_that_was_set_back(scene: Scene, sett
     assert anchored_ids() == [key.key_id]
 
 
+@pytest.mark.sqlite  # PostgreSQL's sequence does not go back with a savepoint
+@pytest.mark.parametrize("batches", [(1, 5), (6,)])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_database_set_back_under_a_running_worker_hides_no_later_revocation(
+    scene: Scene, path: Path, batches: tuple[int, ...], *, is_restarted: bool
+) -> None:
+    """The database draws sequences again that the anchor and other hosts have, and then new ones.
+
+    `batches`: numbers of keys that are revoked between two rounds of the worker. `is_restarted`: the worker first read
+    the anchor after the database was set back.
+    """
+    keys, writer = issued(scene, 8), AnchorWriter()
+    before = transaction.savepoint()
+    for key in keys[:2]:
+        revoke(scene, key)
+    writer.run(now())
+    require_current()
+    other_host = path.read_bytes()
+    transaction.savepoint_rollback(before)
+    if is_restarted:
+        writer = AnchorWriter()
+    writer.run(now())
+    later = iter(keys[2:])
+    for size in batches:
+        for key in itertools.islice(later, size):
+            revoke(scene, key)
+        assert writer.run(now()) == size
+    path.write_bytes(other_host)
+    anchor = find_anchor()
+    assert anchor is not None
+    assert update_log(anchor, now()) == 6
+    assert sorted(anchored_ids()) == sorted(key.key_id for key in keys)
+
+
 def test_anchor_that_was_never_read_raises_the_alarm(scene: Scene, settle: Callable[[], None]) -> None:
     writer, began_at = AnchorWriter(), now()
     with unavailable():
