@@ -445,10 +445,15 @@ def _is_own(signed: SignedCheckpoint, keys: PublicKeys) -> bool:
     """
     if signed.signer != audit_signer().name(signed.scope):
         return False
-    why = find_signature_fault(signed, keys) or find_version_fault(signed, _highest_version_before(signed, keys))
+    why = _find_key_fault(signed, keys)
     if why is not None:
         raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
     return True
+
+
+def _find_key_fault(signed: SignedCheckpoint, keys: PublicKeys) -> str | None:
+    """Return why the signature, or the version of the key that made it, is not valid, or None."""
+    return find_signature_fault(signed, keys) or find_version_fault(signed, _highest_version_before(signed, keys))
 
 
 def _highest_version_before(signed: SignedCheckpoint, keys: PublicKeys) -> int:
@@ -739,7 +744,8 @@ class CheckpointStatus:
 def list_checkpoint_status() -> list[CheckpointStatus]:
     """Return the status of each served scope's newest checkpoint; `verify_checkpoints` verifies all of them.
 
-    What it reads of each kind, it reads for all scopes by one query.
+    What it reads of each kind, it reads for all scopes by one query. A newest checkpoint of a former version of the key
+    takes one more for each later version.
     """
     scopes = [scope.value for scope in list_served_sets()]
     # The marks first, so that concurrent signing cannot put them ahead.
@@ -758,7 +764,7 @@ def list_checkpoint_status() -> list[CheckpointStatus]:
         fault = fault or _find_content_fault(signed, parsed[scope], heads)
         if fault is not None:
             return CheckpointStatus(scope, signed, 0, unchecked, fault)
-        fault = None if unchecked else find_signature_fault(signed, keys)
+        fault = None if unchecked else _find_key_fault(signed, keys)
         return CheckpointStatus(scope, signed, unsigned[scope], unchecked or unmarked, fault)
 
     return [status_of(scope) for scope in scopes]
