@@ -1048,7 +1048,7 @@ def test_vault_after_a_key_rotation_verifies_old_and_new_checkpoints(vault_servi
     write()
     at = now()
     assert sign_due(at) == 2
-    mount = vault_service.layout.mount(SecretsEngine.ANCHOR, "sandbox")
+    mount = vault_service.layout.mount(SecretsEngine.SIGNING, "sandbox")
     vault_service.admin.adapter.post(f"/v1/{mount}/keys/audit/rotate")
     write()
     assert sign_due(at + STEP) == 1
