@@ -93,6 +93,9 @@ class AuditCheckpoint(models.Model):
             models.UniqueConstraint(fields=["scope", "number"], name="audit_checkpoint_unique"),
             choices_check("audit_checkpoint_scope", "scope", PepperSet),
         ]
+        indexes = [
+            models.Index(fields=["scope", "signer", "key_version", "number"], name="audit_checkpoint_by_key"),
+        ]
 
     def __str__(self) -> str:
         return f"{self.scope} checkpoint {self.number}"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -23,13 +24,19 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.access.scopes import AccessScope
 from keyvault.admin.oversight import audit
+from keyvault.domain.checkpoints import SignedCheckpoint
+from keyvault.domain.digests import PepperSet
 from keyvault.domain.environments import Environment
+from keyvault.domain.errors import IntegrityError
 from keyvault.domain.keystring import StringScope
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Change, Credential, IssuanceRequest, Key, Notice, Refusal
+from keyvault.models import AuditCheckpoint, Change, Credential, IssuanceRequest, Key, Notice, Refusal
 from keyvault.models.usage import UseOutcome
 from keyvault.project import celery_app
+from keyvault.services.audit import checkpoints
+from keyvault.services.audit.signers import LOCAL, LocalSigner
 from keyvault.services.change_feed import readers
+from keyvault.services.secrets.backend import secret_backend
 from keyvault.services.secrets.stored_copies import read_string
 from keyvault.services.usage import recorder
 from keyvault.services.usage.recorder import UsageLog
@@ -43,7 +50,7 @@ from tests.admin.desk import browser, list_routes
 from tests.admin.framework.test_enforcement import OPEN
 from tests.bench import scale_rows
 from tests.bench.scale_rows import PlatformSize, Samples
-from tests.factories import grant, make_operator, make_token
+from tests.factories import grant, make_operator, make_token, own_keystore
 from tests.plans import SlowQueries, empty_files, list_plan_faults, multiply_statistics
 from tests.rotation import scene
 
@@ -137,6 +144,43 @@ def test_no_job_and_no_request_reads_a_large_table(monkeypatch: pytest.MonkeyPat
     assert queries.count > 500
     assert queries.found == {}
     assert list_report_faults(queries) == []
+
+
+def test_version_of_a_checkpoint_is_compared_by_an_index(tmp_path: Path) -> None:
+    """Guarantee: the cost of the comparison with earlier checkpoints does not grow with them, also after a rotation.
+
+    Version 1 signed the first half of the checkpoints, version 2 the others. Version 3 signed none yet.
+    """
+    scope, half = PepperSet.SANDBOX.value, SIZE.credentials // 2
+    AuditCheckpoint.objects.bulk_create(
+        AuditCheckpoint(
+            scope=scope,
+            number=number,
+            at=datetime.now(UTC),
+            body=b"",
+            signature=b"",
+            signer=LOCAL,
+            key_version=1 if number <= half else 2,
+        )
+        for number in range(1, 2 * half + 1)
+    )
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE keyvault_auditcheckpoint")
+    multiply_statistics(FACTOR)
+    queries, keys = SlowQueries(), {(scope, LOCAL, version): b"" for version in (1, 2, 3)}
+    for number, version, highest in ((half, 1, 0), (2 * half, 2, 0), (2 * half + 1, 1, 2)):
+        signed = SignedCheckpoint(scope, number, b"", b"", LOCAL, version)
+        with queries.watch(f"checkpoint {number} of version {version}"):
+            assert checkpoints._highest_version_before(signed, keys) == highest
+    with own_keystore(tmp_path):
+        signer = LocalSigner(secret_backend())
+        with queries.watch("rotation without a key"), pytest.raises(IntegrityError):
+            signer.rotate(scope)
+        signer._put(scope, 0)
+        with queries.watch("rotation without the newest version"), pytest.raises(IntegrityError):
+            signer.rotate(scope)
+    assert queries.count == 7
+    assert queries.found == {}
 
 
 def list_report_faults(queries: SlowQueries) -> list[str]:

@@ -87,7 +87,7 @@ def bootstrap(
         for engine in KEPT_VERSIONS:
             if scope in scopes_of(engine):
                 run.ensure_secrets(engine, scope)
-        run.ensure_key(SecretsEngine.ANCHOR, scope, SIGNING_KEY, "ed25519")
+        run.ensure_key(SecretsEngine.SIGNING, scope, SIGNING_KEY, "ed25519")
         if scope in scopes_of(SecretsEngine.FACTORS):
             run.ensure_key(SecretsEngine.FACTORS, scope, ENCRYPTION_KEY, "aes256-gcm96")
             run.ensure_key(SecretsEngine.WRAPPING, scope, WRAPPING_KEY, "aes256-gcm96")

@@ -42,16 +42,16 @@ _OWN: Final[Mapping[VaultRole, Mapping[str, str]]] = {
     VaultRole.RECONCILER: {"metadata": "list"},
     VaultRole.LOOKUP: {"data": "read", "metadata": "read", "config": "read"},
     VaultRole.KEEPER: {"data": "create update", "destroy": "update"},
-    VaultRole.ANCHOR: {"sign": "update"},
+    VaultRole.SIGNING: {"sign": "update"},
     VaultRole.FACTORS: {"encrypt": "update", "decrypt": "update"},
     VaultRole.UNWRAPPER: {"decrypt": "update", "new wrapped": "update"},
 }
 """Capabilities by kind of path in the role's own mount."""
 
 _FURTHER: Final[Mapping[tuple[VaultRole, SecretsEngine], Mapping[str, str]]] = {
-    (VaultRole.LOOKUP, SecretsEngine.ANCHOR): {"keys": "read"},
+    (VaultRole.LOOKUP, SecretsEngine.SIGNING): {"keys": "read"},
     (VaultRole.LOOKUP, SecretsEngine.EVIDENCE): {"data": "read", "newest": "read", "segment": "read", "config": "read"},
-    (VaultRole.ANCHOR, SecretsEngine.EVIDENCE): {
+    (VaultRole.SIGNING, SecretsEngine.EVIDENCE): {
         "data": "create update",
         "newest": "create update",
         "segment": "create",
@@ -102,7 +102,7 @@ def list_deviations(wanted: Mapping[str, frozenset[str]], found: Mapping[str, Se
 def _mount_paths(layout: Layout, engine: SecretsEngine, scope: str) -> Iterator[tuple[str, str]]:
     """Yield kind and path of a mount's queried paths."""
     mount = layout.mount(engine, scope)
-    if engine is SecretsEngine.ANCHOR:
+    if engine is SecretsEngine.SIGNING:
         yield "sign", f"{mount}/sign/{SIGNING_KEY}"
         yield "keys", f"{mount}/keys/{SIGNING_KEY}"
         yield "change", f"{mount}/keys/{SIGNING_KEY}/config"

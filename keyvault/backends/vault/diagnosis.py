@@ -239,7 +239,7 @@ class Diagnosis:
                 self._find(mount, f"{name} is {found.get(name)}, and must be {value}.", repair_advice("the mount"))
 
     def _check_signing(self, client: hvac.Client, scope: str) -> None:
-        mount = self.layout.mount(SecretsEngine.ANCHOR, scope)
+        mount = self.layout.mount(SecretsEngine.SIGNING, scope)
         try:
             key = read_path(client, f"{mount}/keys/{SIGNING_KEY}")
         except BackendMissingError:

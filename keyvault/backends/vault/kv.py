@@ -36,7 +36,7 @@ SCHEMA: Final = "1"
 _SECRET: Final = "secret"  # noqa: S105  the name of a field
 _OURS: Final = frozenset({_SECRET, "schema"})
 _OF_KEYS: Final = frozenset({Mount.SANDBOX, Mount.PRODUCTION})
-_WRITERS: Final[Mapping[Mount, VaultRole]] = {Mount.PEPPERS: VaultRole.KEEPER, Mount.EVIDENCE: VaultRole.ANCHOR}
+_WRITERS: Final[Mapping[Mount, VaultRole]] = {Mount.PEPPERS: VaultRole.KEEPER, Mount.EVIDENCE: VaultRole.SIGNING}
 """The roles that write to the mounts other than those of the environments' keys."""
 
 

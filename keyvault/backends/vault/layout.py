@@ -32,20 +32,20 @@ REVOCATIONS_PATH = "revocations"
 class SecretsEngine(StrEnum):
     """Kinds of mount: one of each per scope. Only the environments have `keys`, and only scope `service` the last two.
 
-    `anchor` signs audit checkpoints. `evidence` holds the number and digest of the newest one, and the revocations.
-    `factors` encrypts the seeds of operators' second factors. `wrapping` wraps the master key of a local keystore, for
-    an installation whose secret backend is not the Vault.
+    SIGNING signs audit checkpoints; Vaults in service have its name `anchor`. `evidence` holds the number and digest of
+    the newest one, and the revocations. `factors` encrypts the seeds of operators' second factors. `wrapping` wraps the
+    master key of a local keystore, for an installation whose secret backend is not the Vault.
     """
 
     KEYS = "keys"
     PEPPERS = "peppers"
-    ANCHOR = "anchor"
+    SIGNING = "anchor"
     EVIDENCE = "evidence"
     FACTORS = "factors"
     WRAPPING = "wrapping"
 
 
-TRANSIT_ENGINES = frozenset({SecretsEngine.ANCHOR, SecretsEngine.FACTORS, SecretsEngine.WRAPPING})
+TRANSIT_ENGINES = frozenset({SecretsEngine.SIGNING, SecretsEngine.FACTORS, SecretsEngine.WRAPPING})
 """Mounts of keys that never leave the server; the others are KV version 2."""
 
 
@@ -60,7 +60,7 @@ class VaultRole(StrEnum):
     RECONCILER = "reconciler"
     LOOKUP = "lookup"
     KEEPER = "keeper"
-    ANCHOR = "anchor"
+    SIGNING = "anchor"
     FACTORS = "factors"
     UNWRAPPER = "unwrapper"
 
@@ -74,7 +74,7 @@ ENGINE_OF: dict[VaultRole, SecretsEngine] = {
     VaultRole.RECONCILER: SecretsEngine.KEYS,
     VaultRole.LOOKUP: SecretsEngine.PEPPERS,
     VaultRole.KEEPER: SecretsEngine.PEPPERS,
-    VaultRole.ANCHOR: SecretsEngine.ANCHOR,
+    VaultRole.SIGNING: SecretsEngine.SIGNING,
     VaultRole.FACTORS: SecretsEngine.FACTORS,
     VaultRole.UNWRAPPER: SecretsEngine.WRAPPING,
 }

@@ -23,7 +23,7 @@ class Signature:
 def sign(backend: VaultBackend, scope: str, message: bytes) -> Signature:
     """Sign a message. Raises BackendUnavailableError, BackendDeniedError, BackendInvalidError."""
     body = {"input": base64.b64encode(message).decode()}
-    answer = backend.call_transit(VaultRole.ANCHOR, SecretsEngine.ANCHOR, scope, f"sign/{SIGNING_KEY}", body)
+    answer = backend.call_transit(VaultRole.SIGNING, SecretsEngine.SIGNING, scope, f"sign/{SIGNING_KEY}", body)
     with parsing_reply("signature"):
         _, version, text = answer["data"]["signature"].split(":")
         return Signature(base64.b64decode(text, validate=True), int(version.removeprefix("v")))
@@ -31,7 +31,7 @@ def sign(backend: VaultBackend, scope: str, message: bytes) -> Signature:
 
 def read_public_keys(backend: VaultBackend, scope: str) -> dict[int, bytes]:
     """Return the raw public key (32 bytes) of every version. Raises the errors of `sign`."""
-    url = f"/v1/{backend.layout.mount(SecretsEngine.ANCHOR, scope)}/keys/{SIGNING_KEY}"
+    url = f"/v1/{backend.layout.mount(SecretsEngine.SIGNING, scope)}/keys/{SIGNING_KEY}"
     answer = backend.client(VaultRole.LOOKUP, scope).call(lambda client: client.adapter.get(url))
     with parsing_reply("public keys"):
         keys = answer["data"]["keys"].items()

@@ -18,7 +18,7 @@ from typing import Any
 
 from django.db import IntegrityError as DatabaseIntegrityError
 from django.db import connection, transaction
-from django.db.models import F, Max, OuterRef, Q, QuerySet, Subquery
+from django.db.models import F, OuterRef, Q, QuerySet, Subquery
 from django.db.models.functions import Coalesce
 
 from keyvault.access.permissions import Permission
@@ -445,24 +445,31 @@ def _is_own(signed: SignedCheckpoint, keys: PublicKeys) -> bool:
     """
     if signed.signer != audit_signer().name(signed.scope):
         return False
-    why = find_signature_fault(signed, keys) or find_version_fault(signed, _highest_version_before(signed, keys))
+    why = _find_key_fault(signed, keys)
     if why is not None:
         raise IntegrityError("The audit log is damaged.", internal=f"{signed.scope} checkpoint {signed.number}: {why}")
     return True
 
 
+def _find_key_fault(signed: SignedCheckpoint, keys: PublicKeys) -> str | None:
+    """Return why the signature, or the version of the key that made it, is not valid, or None."""
+    return find_signature_fault(signed, keys) or find_version_fault(signed, _highest_version_before(signed, keys))
+
+
 def _highest_version_before(signed: SignedCheckpoint, keys: PublicKeys) -> int:
     """Return the highest version that signed an earlier checkpoint, if it is higher than the checkpoint's; 0: none.
 
-    The checkpoint before it may name another signer. The rows are read only after a rotation of the key, and until the
-    new version has signed.
+    The checkpoint before it proves nothing: it may name another signer, or be forged with a former version, too.
     """
-    if not any(version > signed.key_version for _, _, version in keys):
-        return 0
-    higher = AuditCheckpoint.objects.filter(
-        scope=signed.scope, signer=signed.signer, number__lt=signed.number, key_version__gt=signed.key_version
-    )
-    return higher.aggregate(highest=Max("key_version"))["highest"] or 0
+    own = {version for scope, signer, version in keys if (scope, signer) == (signed.scope, signed.signer)}
+    before = AuditCheckpoint.objects.filter(scope=signed.scope, signer=signed.signer, number__lt=signed.number)
+    # Of each version, the index finds one row. The greatest version among all rows before would take a scan of them.
+    for version in sorted(own, reverse=True):
+        if version <= signed.key_version:
+            break
+        if before.filter(key_version=version).exists():
+            return version
+    return 0
 
 
 def find_newest_own(scope: str) -> SignedCheckpoint | None:
@@ -737,7 +744,8 @@ class CheckpointStatus:
 def list_checkpoint_status() -> list[CheckpointStatus]:
     """Return the status of each served scope's newest checkpoint; `verify_checkpoints` verifies all of them.
 
-    What it reads of each kind, it reads for all scopes by one query.
+    What it reads of each kind, it reads for all scopes by one query. A newest checkpoint of a former version of the key
+    takes one more for each later version.
     """
     scopes = [scope.value for scope in list_served_sets()]
     # The marks first, so that concurrent signing cannot put them ahead.
@@ -756,7 +764,7 @@ def list_checkpoint_status() -> list[CheckpointStatus]:
         fault = fault or _find_content_fault(signed, parsed[scope], heads)
         if fault is not None:
             return CheckpointStatus(scope, signed, 0, unchecked, fault)
-        fault = None if unchecked else find_signature_fault(signed, keys)
+        fault = None if unchecked else _find_key_fault(signed, keys)
         return CheckpointStatus(scope, signed, unsigned[scope], unchecked or unmarked, fault)
 
     return [status_of(scope) for scope in scopes]

@@ -51,7 +51,7 @@ class TransitSigner:
     backend: VaultBackend
 
     def name(self, scope: str) -> str:
-        return f"vault:{self.backend.layout.mount(SecretsEngine.ANCHOR, scope)}/{SIGNING_KEY}"
+        return f"vault:{self.backend.layout.mount(SecretsEngine.SIGNING, scope)}/{SIGNING_KEY}"
 
     def sign(self, scope: str, message: bytes) -> Signature:
         return transit.sign(self.backend, scope, message)

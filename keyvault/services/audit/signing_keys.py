@@ -25,7 +25,7 @@ def rotate_signing_keys(grant: Grant) -> dict[str, int]:
         BackendUnavailableError, BackendInvalidError, ImproperlyConfigured: the keystore cannot be used.
     """
     if settings.IS_VAULT:
-        mount = vault_layout().mount(SecretsEngine.ANCHOR, "SCOPE")
+        mount = vault_layout().mount(SecretsEngine.SIGNING, "SCOPE")
         raise RequestInvalidError(
             "With KEYVAULT_BACKEND=vault the keys never leave the Vault, which rotates them: "
             f"bao write -f {mount}/keys/{SIGNING_KEY}/rotate for each scope: {', '.join(SCOPES)}"

@@ -185,7 +185,8 @@ class AnchorWriter:
 
     def _run(self, now: datetime) -> int:
         if self.position is None:
-            self.position = min(self._read().sequence, read_counter())
+            self.anchored = self._read().sequence
+            self.position = min(self.anchored, read_counter())
         last = find_last_settled()
         if last < self.position:
             self.position = min(self.position, read_counter())
@@ -201,13 +202,14 @@ class AnchorWriter:
             # The secret backend was set back, so that the anchor lacks what this process has passed.
             self.position, self.anchored = min(self.position, anchor.sequence), anchor.sequence
             return 0
-        self.anchored = anchor.sequence
-        if self.position < anchor.sequence <= read_counter():
+        is_newer, self.anchored = anchor.sequence > self.anchored, anchor.sequence
+        if is_newer and self.position < anchor.sequence <= read_counter():
             # Another worker was faster.
             self.position = anchor.sequence
             return 0
         # If the database was set back, keep the anchor's sequence ahead of it, so that the service refuses to start.
-        sequence = max(end, anchor.sequence)
+        # Hosts copy only sequences that they lack.
+        sequence = max(end, anchor.sequence + 1)
         lines = describe_ended(subjects, sequence, now)
         try:
             _write(anchor, lines, sequence)

@@ -122,7 +122,7 @@ def test_signature_is_verifiable_with_the_public_key_alone(backend: VaultBackend
 
 
 def test_sign_after_the_key_was_rotated_names_its_version(shared_vault: InstalledVault) -> None:
-    backend, mount = shared_vault.backend, shared_vault.layout.mount(SecretsEngine.ANCHOR, "production")
+    backend, mount = shared_vault.backend, shared_vault.layout.mount(SecretsEngine.SIGNING, "production")
     before = transit.sign(backend, "production", b"head")
     shared_vault.admin.write_data(f"{mount}/keys/{SIGNING_KEY}/rotate", data={})
     after = transit.sign(backend, "production", b"head")

@@ -187,7 +187,7 @@ def test_merchant_cannot_list_write_or_destroy(people: None, vault_service: Inst
         lambda: kv.read_configuration(mount_point=mount),
         lambda: read(client, layout.mount(SecretsEngine.PEPPERS, SANDBOX), "hmac"),
         lambda: client.secrets.transit.sign_data(
-            "audit", "eA==", mount_point=layout.mount(SecretsEngine.ANCHOR, SANDBOX)
+            "audit", "eA==", mount_point=layout.mount(SecretsEngine.SIGNING, SANDBOX)
         ),
         lambda: client.sys.list_policies(),
     ]

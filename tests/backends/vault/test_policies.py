@@ -47,7 +47,7 @@ PEPPERS: dict[str, Act] = {
     "destroy": lambda client, mount: client.write_data(f"{mount}/destroy/hmac", data={"versions": [1]}),
     "see configuration": lambda client, mount: client.read(f"{mount}/config"),
 }
-ANCHOR: dict[str, Act] = {
+SIGNING: dict[str, Act] = {
     "sign": lambda client, mount: client.write_data(f"{mount}/sign/audit", data={"input": "AAAA"}),
     "see public key": lambda client, mount: client.read(f"{mount}/keys/audit"),
     "rotate": lambda client, mount: client.write_data(f"{mount}/keys/audit/rotate", data={}),
@@ -84,7 +84,7 @@ SERVER: dict[str, Act] = {
     "list tokens": lambda client, own: client.list("auth/token/accessors"),
     "look at entities": lambda client, own: client.list("identity/entity/id"),
 }
-ACTS = {SecretsEngine.KEYS: KEYS, SecretsEngine.PEPPERS: PEPPERS, SecretsEngine.ANCHOR: ANCHOR}
+ACTS = {SecretsEngine.KEYS: KEYS, SecretsEngine.PEPPERS: PEPPERS, SecretsEngine.SIGNING: SIGNING}
 FACTORS: dict[str, Act] = {
     "encrypt": lambda client, mount: client.write_data(f"{mount}/encrypt/seeds", data={"plaintext": "AAAA"}),
     "decrypt": lambda client, mount: client.write_data(f"{mount}/decrypt/seeds", data={"ciphertext": "vault:v1:AAAA"}),
@@ -119,7 +119,7 @@ ALLOWED: dict[VaultRole, set[str]] = {
     VaultRole.RECONCILER: {"list"},
     VaultRole.LOOKUP: {"read", "see versions", "see configuration"},
     VaultRole.KEEPER: {"replace", "destroy"},
-    VaultRole.ANCHOR: {"sign"},
+    VaultRole.SIGNING: {"sign"},
     VaultRole.FACTORS: {"encrypt", "decrypt"},
     VaultRole.UNWRAPPER: {"unwrap", "make wrapped"},
 }
@@ -179,11 +179,11 @@ def test_policy_of_a_role_allows_only_its_own_calls(
     client = _logged_in(installed_vault, name)
     wanted = {(installed_vault.layout.mount(_engine(role), scope), act) for act in ALLOWED[role]}
     if role is VaultRole.LOOKUP:
-        wanted.add((installed_vault.layout.mount(SecretsEngine.ANCHOR, scope), "see public key"))
+        wanted.add((installed_vault.layout.mount(SecretsEngine.SIGNING, scope), "see public key"))
         evidence = installed_vault.layout.mount(SecretsEngine.EVIDENCE, scope)
         acts = ("read evidence", "read revocations", "read segment", "see configuration")
         wanted |= {(evidence, act) for act in acts}
-    if role is VaultRole.ANCHOR:
+    if role is VaultRole.SIGNING:
         evidence = installed_vault.layout.mount(SecretsEngine.EVIDENCE, scope)
         wanted |= {(evidence, act) for act in ("record", "record revocations", "add segment")}
     found = {
@@ -200,7 +200,7 @@ def _engine(role: VaultRole) -> SecretsEngine:
     return {
         VaultRole.LOOKUP: SecretsEngine.PEPPERS,
         VaultRole.KEEPER: SecretsEngine.PEPPERS,
-        VaultRole.ANCHOR: SecretsEngine.ANCHOR,
+        VaultRole.SIGNING: SecretsEngine.SIGNING,
         VaultRole.FACTORS: SecretsEngine.FACTORS,
         VaultRole.UNWRAPPER: SecretsEngine.WRAPPING,
     }.get(role, SecretsEngine.KEYS)
@@ -296,7 +296,7 @@ def test_policy_of_merchants_without_an_account_id_reads_nothing(
 
 def test_signing_key_exposes_its_public_half_only(installed_vault: InstalledVault) -> None:
     client = _logged_in(installed_vault, installed_vault.layout.login(VaultRole.LOOKUP, "service"))
-    mount = installed_vault.layout.mount(SecretsEngine.ANCHOR, "service")
+    mount = installed_vault.layout.mount(SecretsEngine.SIGNING, "service")
     about = read_path(client, f"{mount}/keys/audit")
     assert (about["type"], about["exportable"], about["deletion_allowed"]) == ("ed25519", False, False)
     assert len(base64.b64decode(about["keys"]["1"]["public_key"])) == 32

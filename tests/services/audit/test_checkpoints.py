@@ -549,13 +549,13 @@ def test_local_signer_keys_of_the_scopes_differ_and_stay(written: Iterator[datet
 
 
 @pytest.mark.sqlite
-@pytest.mark.parametrize("between", [None, "other"])
+@pytest.mark.parametrize("between", [None, "other", LOCAL])
 def test_rotated_local_keys_verify_earlier_checkpoints_and_sign_no_later_ones(
     db: None, moments: Iterator[datetime], tmp_path: Any, between: str | None
 ) -> None:
     """Guarantee: after a leak of the signing key, a checkpoint that it signs is detected.
 
-    `between`: the signer that a forged checkpoint before it names.
+    `between`: the signer that a forged checkpoint before it names; LOCAL: the leaked key has signed both.
     """
     with own_keystore(tmp_path):
         make_merchant("acme")
@@ -574,15 +574,18 @@ def test_rotated_local_keys_verify_earlier_checkpoints_and_sign_no_later_ones(
 
         write()
         if between:
-            _forge(signer=between)
+            _forge(leaked, signer=between)
         _forge(leaked)
         assert sign_due(next(moments)) == 0
-        number, why = 5 if between else 4, "version 1 of the key signs it, after version 2"
+        number, why = 5 if between == "other" else 4, "version 1 of the key signs it, after version 2"
         error = WorkLease.objects.get(subject=signing_lease("sandbox")).last_error
         assert f"sandbox checkpoint {number}: {why}" in error
         for found in (verify()["sandbox"].broken, off_host().first_broken):
-            fault = f"there is no public key of {between} (version 1) to check its signature with" if between else why
+            foreign = "there is no public key of other (version 1) to check its signature with"
+            fault = foreign if between == "other" else why
             assert found == Break("checkpoints:sandbox", 4, fault)
+        status = next(status for status in list_checkpoint_status() if status.scope == "sandbox")
+        assert status.fault == why, "the newest checkpoint is refused, whatever is before it"
 
         with closing(sqlite3.connect(settings.DATA_DIR / KEYSTORE_NAME, isolation_level=None)) as keystore:
             keystore.execute("DELETE FROM records WHERE mount = 'audit' AND version = 2")  # as in an older backup
@@ -1045,7 +1048,7 @@ def test_vault_after_a_key_rotation_verifies_old_and_new_checkpoints(vault_servi
     write()
     at = now()
     assert sign_due(at) == 2
-    mount = vault_service.layout.mount(SecretsEngine.ANCHOR, "sandbox")
+    mount = vault_service.layout.mount(SecretsEngine.SIGNING, "sandbox")
     vault_service.admin.adapter.post(f"/v1/{mount}/keys/audit/rotate")
     write()
     assert sign_due(at + STEP) == 1

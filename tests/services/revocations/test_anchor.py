@@ -347,6 +347,14 @@ def test_loss_needs_two_persons_and_no_anchor(scene: Scene, settle: Callable[[],
 # --- writing ------------------------------------------------------------------------------------------------
 
 
+def set_back(anchor: Anchor | None) -> None:
+    """Write an earlier state of the anchor, as a Vault has it after it was restored from a snapshot."""
+    newest = find_anchor()
+    assert anchor is not None
+    assert newest is not None
+    anchors._write(Anchor(version=newest.version), anchor.lines, anchor.sequence)
+
+
 def unavailable() -> Any:
     error = BackendUnavailableError("The secrets manager does not answer.", internal="sealed")
     return mock.patch.object(anchors, "secret_backend", side_effect=error)
@@ -414,8 +422,14 @@ def test_two_writers_lose_nothing(scene: Scene, settle: Callable[[], None]) -> N
     assert sorted(anchored_ids()) == sorted(key.key_id for key in keys)
 
 
-def test_anchor_that_was_set_back_is_completed(scene: Scene, settle: Callable[[], None]) -> None:
-    """Guarantee: after a Vault was restored from a snapshot, no revocation stays missing."""
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_anchor_that_was_set_back_is_completed(
+    scene: Scene, settle: Callable[[], None], *, is_restarted: bool
+) -> None:
+    """Guarantee: after a Vault was restored from a snapshot, no revocation stays missing.
+
+    `is_restarted`: the worker had seen no revocation since its start.
+    """
     keys, writer = issued(scene, 3), AnchorWriter()
     revoke(scene, keys[0])
     settle()
@@ -424,15 +438,61 @@ def test_anchor_that_was_set_back_is_completed(scene: Scene, settle: Callable[[]
     revoke(scene, keys[1])
     settle()
     writer.run(now())
-    newest = find_anchor()
-    assert old is not None
-    assert newest is not None
-    anchors._write(Anchor(version=newest.version), old.lines, old.sequence)
+    if is_restarted:
+        writer = AnchorWriter()
+        writer.run(now())
+    set_back(old)
     assert anchored_ids() == [keys[0].key_id]
     revoke(scene, keys[2])
     settle()
     for _ in range(2):
         writer.run(now())
+    assert sorted(anchored_ids()) == sorted(key.key_id for key in keys)
+
+
+def test_started_worker_completes_an_anchor_that_was_set_back(scene: Scene, settle: Callable[[], None]) -> None:
+    """The runbook restarts the workers: a running one reads the anchor only with the next revocation."""
+    (key,) = issued(scene, 1)
+    revoke(scene, key)
+    settle()
+    AnchorWriter().run(now())
+    set_back(Anchor())
+    assert anchored_ids() == []
+    AnchorWriter().run(now())
+    assert anchored_ids() == [key.key_id]
+
+
+@pytest.mark.sqlite  # PostgreSQL's sequence does not go back with a savepoint
+@pytest.mark.parametrize("batches", [(1, 5), (6,)])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_database_set_back_under_a_running_worker_hides_no_later_revocation(
+    scene: Scene, path: Path, batches: tuple[int, ...], *, is_restarted: bool
+) -> None:
+    """The database draws sequences again that the anchor and other hosts have, and then new ones.
+
+    `batches`: numbers of keys that are revoked between two rounds of the worker. `is_restarted`: the worker first read
+    the anchor after the database was set back.
+    """
+    keys, writer = issued(scene, 8), AnchorWriter()
+    before = transaction.savepoint()
+    for key in keys[:2]:
+        revoke(scene, key)
+    writer.run(now())
+    require_current()
+    other_host = path.read_bytes()
+    transaction.savepoint_rollback(before)
+    if is_restarted:
+        writer = AnchorWriter()
+    writer.run(now())
+    later = iter(keys[2:])
+    for size in batches:
+        for key in itertools.islice(later, size):
+            revoke(scene, key)
+        assert writer.run(now()) == size
+    path.write_bytes(other_host)
+    anchor = find_anchor()
+    assert anchor is not None
+    assert update_log(anchor, now()) == 6
     assert sorted(anchored_ids()) == sorted(key.key_id for key in keys)
 
 
