@@ -149,14 +149,14 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Return a plain host environment: PATH and nothing of the test's settings."""
+    """Return a plain host environment: PATH without the packages, and nothing of the test's settings."""
     tools = tmp_path / "bin"
     tools.mkdir()
     binary = find_vault()
     if binary is not None:
         (tools / "bao").symlink_to(shutil.which(str(binary)) or binary)
     return {
-        "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{tools}:{os.environ['PATH']}",
         "HOME": str(tmp_path),
         "KEYVAULT_DATA_DIR": str(tmp_path / "data"),
     }
@@ -197,7 +197,7 @@ def test_setup_steps_of_the_page_make_an_installation_that_passes_the_doctor(
         with_admin = {**environment, "VAULT_TOKEN": server.root_token}
         its_own = {**environment, "KEYVAULT_VAULT_CREDENTIALS_DIR": str(checkout / "handover" / "host-1")}
         run(f"install() {{ :; }}; rm() {{ :; }}\n{commands('logins', OPERATIONS)}", checkout, with_admin)
-        assert "no problems" in run("python manage.py check_vault --host all", checkout, its_own)
+        assert "no problems" in run(".venv/bin/python manage.py check_vault --host all", checkout, its_own)
 
         named = commands("merchant").splitlines()[0]
         put = (
@@ -208,7 +208,7 @@ def test_setup_steps_of_the_page_make_an_installation_that_passes_the_doctor(
         assert run(commands("merchant"), checkout, environment).strip() == "shown"
 
         run(commands("leak"), checkout, with_admin)
-        check = "python manage.py check_vault --host web || test $? -eq 1"
+        check = ".venv/bin/python manage.py check_vault --host web || test $? -eq 1"
         its_own = {**environment, "KEYVAULT_VAULT_CREDENTIALS_DIR": str(checkout / "handover" / "web-1")}
         assert run(check, checkout, its_own).count("The login is not accepted") == 2
         run("cp handover/after-leak/* handover/web-1/", checkout, environment)
@@ -278,8 +278,8 @@ def test_peppers_are_copied_to_a_region_with_their_numbers(
         at_ours = environment | {"VAULT_ADDR": ours.address, "VAULT_CACERT": str(ours.ca_file)}
         at_theirs = environment | {"VAULT_ADDR": theirs.address, "VAULT_CACERT": str(theirs.ca_file)}
         (checkout / "admin.token").write_text(ours.root_token)
-        log_in = "python manage.py bootstrap_vault --environment production --token-file admin.token --host setup"
-        run(f"{log_in} --logins-folder vault --plain", checkout, at_ours)
+        log_in = commands("region", OPERATIONS).replace("handover/eu-west --role lookup", "vault --host setup --plain")
+        run(log_in, checkout, at_ours)
         (checkout / "admin.token").write_text(theirs.root_token)
         run(commands("region", OPERATIONS), checkout, at_theirs)
         (checkout / "region.token").write_text(theirs.root_token)
