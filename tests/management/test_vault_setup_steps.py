@@ -17,6 +17,12 @@ import pytest
 import requests
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from keyvault.backends.base import Mount
+from keyvault.backends.vault.client import VaultServer
+from keyvault.backends.vault.kv import VaultBackend
+from keyvault.backends.vault.logins import AppRoleLogin
+from keyvault.domain.digests import PepperSet as P
+from keyvault.domain.plaintext import Plaintext
 from tests.backends.receivers import Authority, make_authority
 from tests.environment import ROOT
 from tests.servers.openbao import RunningVault, find_vault
@@ -137,19 +143,20 @@ def checkout(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in ("manage.py", "keyvault", "rotation", "deploy"):
         (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
     return folder
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Return a plain host environment: PATH and nothing of the test's settings."""
+    """Return a plain host environment: PATH without the packages, and nothing of the test's settings."""
     tools = tmp_path / "bin"
     tools.mkdir()
     binary = find_vault()
     if binary is not None:
         (tools / "bao").symlink_to(shutil.which(str(binary)) or binary)
     return {
-        "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{tools}:{os.environ['PATH']}",
         "HOME": str(tmp_path),
         "KEYVAULT_DATA_DIR": str(tmp_path / "data"),
     }
@@ -189,9 +196,8 @@ def test_setup_steps_of_the_page_make_an_installation_that_passes_the_doctor(
 
         with_admin = {**environment, "VAULT_TOKEN": server.root_token}
         its_own = {**environment, "KEYVAULT_VAULT_CREDENTIALS_DIR": str(checkout / "handover" / "host-1")}
-        logins = commands("logins", OPERATIONS).replace(".venv/bin/python", "python")
-        run(f"install() {{ :; }}; rm() {{ :; }}\n{logins}", checkout, with_admin)
-        assert "no problems" in run("python manage.py check_vault --host all", checkout, its_own)
+        run(f"install() {{ :; }}; rm() {{ :; }}\n{commands('logins', OPERATIONS)}", checkout, with_admin)
+        assert "no problems" in run(".venv/bin/python manage.py check_vault --host all", checkout, its_own)
 
         named = commands("merchant").splitlines()[0]
         put = (
@@ -202,7 +208,7 @@ def test_setup_steps_of_the_page_make_an_installation_that_passes_the_doctor(
         assert run(commands("merchant"), checkout, environment).strip() == "shown"
 
         run(commands("leak"), checkout, with_admin)
-        check = "python manage.py check_vault --host web || test $? -eq 1"
+        check = ".venv/bin/python manage.py check_vault --host web || test $? -eq 1"
         its_own = {**environment, "KEYVAULT_VAULT_CREDENTIALS_DIR": str(checkout / "handover" / "web-1")}
         assert run(check, checkout, its_own).count("The login is not accepted") == 2
         run("cp handover/after-leak/* handover/web-1/", checkout, environment)
@@ -256,6 +262,60 @@ def _check_ceremony(server: Empty, checkout: Path, environment: dict[str, str]) 
     assert (checkout / "admin.token").stat().st_mode & 0o777 == 0o600
     *_, revoke, remove = commands("revoke").splitlines()
     run(f"{use}\n{revoke}\n{remove}\n! VAULT_TOKEN={token['id']} bao token lookup", checkout, environment)
+
+
+def test_peppers_are_copied_to_a_region_with_their_numbers(
+    vault: RunningVault, tmp_path: Path, checkout: Path, environment: dict[str, str]
+) -> None:
+    """Guarantee: the steps of docs/operations.md give the region's `lookup` login the peppers, each under its number.
+
+    A destroyed version is replaced by a placeholder. A repetition copies what is new. Nothing prints a pepper.
+    """
+    central, region = tmp_path / "central", tmp_path / "region"
+    central.mkdir()
+    region.mkdir()
+    with empty_server(central) as ours, empty_server(region) as theirs:
+        at_ours = environment | {"VAULT_ADDR": ours.address, "VAULT_CACERT": str(ours.ca_file)}
+        at_theirs = environment | {"VAULT_ADDR": theirs.address, "VAULT_CACERT": str(theirs.ca_file)}
+        (checkout / "admin.token").write_text(ours.root_token)
+        log_in = commands("region", OPERATIONS).replace("handover/eu-west --role lookup", "vault --host setup --plain")
+        run(log_in, checkout, at_ours)
+        (checkout / "admin.token").write_text(theirs.root_token)
+        run(commands("region", OPERATIONS), checkout, at_theirs)
+        (checkout / "region.token").write_text(theirs.root_token)
+
+        keeper = _backend(ours, checkout / "vault")
+        for pepper_set, number in ((P.PRODUCTION, 1), (P.PRODUCTION, 2), (P.PRODUCTION, 3), (P.SERVICE, 1)):
+            _put_pepper(keeper, pepper_set, number)
+        keeper.destroy(Mount.PEPPERS, P.PRODUCTION, 2)
+        copy = commands("peppers", OPERATIONS).replace("/var/lib/keyvault/vault", str(checkout / "vault"))
+        for written, here in (
+            ("https://vault.eu-west.example:8200", theirs.address),
+            ("/etc/keyvault/eu-west-ca.pem", str(theirs.ca_file)),
+        ):
+            assert copy.count(written) == 1
+            copy = copy.replace(written, here)
+        printed = run(copy, checkout, at_ours)
+        _put_pepper(keeper, P.PRODUCTION, 4)
+        printed += run(copy, checkout, at_ours)
+        assert "secret of" not in printed
+
+        lookup = _backend(theirs, checkout / "handover" / "eu-west")
+        for pepper_set, number in ((P.PRODUCTION, 1), (P.PRODUCTION, 3), (P.PRODUCTION, 4), (P.SERVICE, 1)):
+            there = lookup.read(Mount.PEPPERS, pepper_set, number)
+            assert there.secret.reveal() == f"secret of {pepper_set} {number}"
+            assert there.labels == {"number": str(number)}
+        assert lookup.read(Mount.PEPPERS, P.PRODUCTION, 2).secret.reveal() == ""
+        assert [each.version for each in lookup.versions(Mount.PEPPERS, P.PRODUCTION)] == [1, 2, 3, 4]
+
+
+def _backend(server: Empty, logins: Path) -> VaultBackend:
+    return VaultBackend(VaultServer(server.address, server.ca_file), lambda name: AppRoleLogin(logins, name))
+
+
+def _put_pepper(keeper: VaultBackend, pepper_set: P, number: int) -> None:
+    secret, labels = Plaintext(f"secret of {pepper_set} {number}"), {"number": str(number)}
+    keeper.put(Mount.PEPPERS, pepper_set, secret, labels, expected_version=number - 1)
 
 
 def test_setup_steps_cover_every_host_kind_and_every_block_is_run() -> None:
