@@ -151,6 +151,10 @@ def service_token_is_accepted_once_and_in_its_own_header(wire: Wire) -> None:
     ):
         answer = wire.send(*lines, method=b"GET", path=b"/v1/credentials")
         assert outcome(answer) == (401, "service_token_invalid"), lines
+    # The token is judged before the form of an id.
+    for path in (b"/v1/keys/short", b"/v1/rotations/rot_missing", b"/v1/revocations/x"):
+        assert outcome(wire.send(method=b"GET", path=path)) == (401, "service_token_invalid"), path
+        assert outcome(wire.send(good, method=b"GET", path=path)) == (404, "not_found"), path
 
 
 def paths_match_in_their_canonical_spelling_alone(wire: Wire) -> None:
