@@ -31,6 +31,7 @@ UNKNOWN = (404, "endpoint_unknown")
 INVALID = (401, "credential_invalid")
 MISSING = (401, "credential_missing")
 AMBIGUOUS = (400, "credential_ambiguous")
+TOO_LARGE = (431, "request_invalid")
 CHUNKED = b"Transfer-Encoding: chunked"
 
 
@@ -122,7 +123,9 @@ def credential_headers_get_the_verdict_of_the_contract(wire: Wire) -> None:
         ((key + b"\xe9",), INVALID),
         ((b"\xe9".join((b"X-Api-Key: ", wire.key)),), INVALID),
         ((b"X-Api-Key: " + wire.token,), INVALID),
-        ((b"X-Api-Key: " + b"a" * 60_000,), INVALID),
+        ((b"X-Api-Key: " + b"a" * 16_000,), INVALID),
+        ((b"X-Api-Key: " + b"a" * 60_000,), TOO_LARGE),
+        ((key, *(b"X-%d: %b" % (number, b"a" * 4_000) for number in range(5))), TOO_LARGE),
         # A name with an underscore is another header, in either order.
         ((b"X_Api_Key: " + wire.key,), MISSING),
         ((b"X-Api_Key: " + wire.key,), MISSING),
@@ -262,6 +265,10 @@ def oversized_and_unusual_requests_are_refused_without_a_server_error(wire: Wire
         (b"no header",),
     ):
         assert 400 <= wire.send(*lines).status < 500, lines[0][:20]
+    # With Host, Connection and Content-Length 100 headers, and then 101, which Granian refuses itself.
+    assert outcome(wire.send(*(b"X-%d: a" % number for number in range(97)))) == MISSING
+    answer = wire.send(*(b"X-%d: a" % number for number in range(98)))
+    assert (answer.status, answer.body) == (431, b"")
     for method in (b"GET", b"PUT", b"OPTIONS", b"TRACE", b"BREW"):
         answer = wire.send(key, method=method)
         assert outcome(answer) == (405, "method_not_allowed"), method
