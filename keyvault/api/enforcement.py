@@ -9,13 +9,15 @@ from rest_framework.authentication import BaseAuthentication
 from rest_framework.request import Request
 from rest_framework.views import APIView
 
-from keyvault.access.decision import Denial, Grant
+from keyvault.access.decision import Denial, Grant, decide
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import Service
+from keyvault.access.rules import Target, operation
 from keyvault.access.verification import find_exposed
 from keyvault.api.exceptions import DeniedError
 from keyvault.api.middleware import raw_url
 from keyvault.api.permissions import HasServiceToken
+from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode
 from keyvault.models import Account
 from keyvault.services.keys.records import prove_service_token
@@ -63,3 +65,12 @@ class ServiceView(APIView):
     def grant_for(self, account: Account) -> Grant:
         """Return the grant for the account. Raises PermissionMissingError, NotFoundError."""
         return authorize(self.service, self.permission, account, now=self.now)
+
+    def require_scope(self, environment: Environment | None, merchant_id: str | None) -> None:
+        """Raise DeniedError if a named environment or merchant is outside the token. It reads no row.
+
+        So another merchant and an unknown one get the same response.
+        """
+        verdict = decide(operation(self.permission), self.service, Target(environment, merchant_id), self.now)
+        if isinstance(verdict, Denial):
+            raise DeniedError(verdict)

@@ -21,7 +21,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import ErrorCode as Code
 from keyvault.wire.headers import PREFERENCE_APPLIED
 from keyvault.wire.idempotency import IDEMPOTENCY_KEY, REPLAYED
-from keyvault.wire.problems import CONTENT_TYPE, PROBLEM_TYPES
+from keyvault.wire.problems import CONTENT_TYPE, HEAD_TOO_LARGE, PROBLEM_TYPES
 
 Auth = Sequence[Sequence[str]]
 """Alternative sets of security schemes: a request needs every scheme of one set."""
@@ -206,15 +206,16 @@ def in_path(name: str, pattern: str) -> OpenApiParameter:
 
 def _problems(codes: Iterable[Code], sent_as: Callable[[int], int]) -> dict[tuple[int, str], OpenApiResponse]:
     """Return one response per status, with exactly the codes that it may carry."""
-    by_status: dict[int, list[Code]] = defaultdict(list)
-    for code in dict.fromkeys(codes):
-        by_status[sent_as(PROBLEM_TYPES[code].status)].append(code)
+    by_status: dict[int, dict[Code, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for code in codes:
+        for status in (PROBLEM_TYPES[code].status, *([HEAD_TOO_LARGE] if code is Code.REQUEST_INVALID else [])):
+            by_status[sent_as(status)][code].add(status)
     return {
         (status, CONTENT_TYPE): OpenApiResponse(
             {
                 "allOf": [PROBLEM],
                 "properties": {
-                    "status": {"enum": sorted({PROBLEM_TYPES[code].status for code in found})},
+                    "status": {"enum": sorted(set[int]().union(*found.values()))},
                     "code": {"enum": [code.value for code in found]},
                 },
             },

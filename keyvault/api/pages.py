@@ -12,11 +12,7 @@ from typing import Any, Generic, TypeVar
 from django.db.models import F, Model, QuerySet
 from django.db.models.fields.tuple_lookups import Tuple, TupleLessThan
 
-from keyvault.access.decision import Denial, decide
-from keyvault.access.principals import Service
-from keyvault.access.rules import Target, operation
 from keyvault.api.enforcement import ServiceView
-from keyvault.api.exceptions import DeniedError
 from keyvault.domain.environments import Environment
 from keyvault.models import Account
 
@@ -46,7 +42,7 @@ def read_page(
         query: the validated `PageQuery`.
         filters: mutually exclusive conditions. For each one there is an index by account and one by environment.
 
-    Raises DeniedError for an environment outside the token.
+    Raises DeniedError for a merchant or an environment outside the token.
     """
     limit: int = query["limit"]
     after = None if "cursor" not in query else _read_cursor(query["cursor"])
@@ -71,27 +67,17 @@ def _list_positions(rows: QuerySet[_ListedT], after: _Position | None, limit: in
 
 def _places(view: ServiceView, query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the accounts of the query, or its environments if neither it nor the token names a merchant."""
-    environments = _environments(view, query)
-    merchants = view.service.scope.merchants
-    if "merchant" in query:
-        named = frozenset({query["merchant"]})
-        merchants = named if merchants is None else named & merchants
+    environment = Environment(query["environment"]) if "environment" in query else None
+    merchant_id: str | None = query.get("merchant")
+    view.require_scope(environment, merchant_id)
+    scope = view.service.scope
+    environments = scope.environments if environment is None else frozenset({environment})
+    merchants = scope.merchants if merchant_id is None else frozenset({merchant_id})
     if merchants is None:
         yield from ({"account_environment": environment} for environment in sorted(environments))
     else:
         accounts = Account.objects.filter(merchant__in=merchants, environment__in=environments)
         yield from ({"account": pk} for pk in accounts.values_list("pk", flat=True))
-
-
-def _environments(view: ServiceView, query: Mapping[str, Any]) -> frozenset[Environment]:
-    service: Service = view.service
-    if "environment" not in query:
-        return service.scope.environments
-    environment = Environment(query["environment"])
-    verdict = decide(operation(view.permission), service, Target(environment=environment), view.now)
-    if isinstance(verdict, Denial):
-        raise DeniedError(verdict)
-    return frozenset({environment})
 
 
 def _write_cursor(row: Any) -> str:

@@ -117,7 +117,11 @@ class QueryInteger(serializers.IntegerField):
 class PageQuery(QuerySerializer):
     """One page of a list. `cursor`: the `next_cursor` of the page before; `api.pages` reads it."""
 
-    merchant = StrictText(required=False, max_length=64, help_text="Rows of this merchant only.")
+    merchant = StrictText(
+        required=False,
+        max_length=64,
+        help_text="Rows of this merchant only; a merchant outside the token's merchants is 404.",
+    )
     environment = OneOf(Environment, required=False, help_text="Rows of this environment only.")
     cursor = StrictText(
         required=False,

@@ -1,8 +1,10 @@
-"""The service plane's routes."""
+"""The service plane's routes.
+
+An id is any path segment: a view answers for an id of another form as for an absent one, after the token is judged.
+"""
 
 from django.urls import path
 
-from keyvault.api import converters  # noqa: F401  registers the ids used below
 from keyvault.api.views.changes import (
     ChangesView,
     ConfirmationsView,
@@ -31,9 +33,9 @@ urlpatterns = [
     path("metrics", MetricsView.as_view()),
     path("v1/openapi.json", OpenAPIView.as_view(), name="openapi"),
     path("v1/docs", DocsView.as_view()),
-    path("v1/keys/<key_id:key_id>", KeyView.as_view()),
-    path("v1/keys/<key_id:key_id>/revoke", RevokeView.as_view()),
-    path("v1/revocations/<sequence:sequence>", RevocationView.as_view()),
+    path("v1/keys/<key_id>", KeyView.as_view()),
+    path("v1/keys/<key_id>/revoke", RevokeView.as_view()),
+    path("v1/revocations/<sequence>", RevocationView.as_view()),
     path("v1/changes", ChangesView.as_view()),
     path("v1/changes/confirmations", ConfirmationsView.as_view()),
     path("v1/usage-reports", UsageReportsView.as_view()),
@@ -43,9 +45,9 @@ urlpatterns = [
     path("v1/snapshot/customers", SnapshotCustomersView.as_view()),
     path("v1/snapshot/peppers", SnapshotPeppersView.as_view()),
     path("v1/credentials", CredentialsView.as_view()),
-    path("v1/credentials/<credential_id:credential_id>", CredentialView.as_view()),
+    path("v1/credentials/<credential_id>", CredentialView.as_view()),
     path("v1/endpoints", EndpointsView.as_view()),
     path("v1/issuance-requests", IssuanceRequestsView.as_view()),
-    path("v1/issuance-requests/<issuance_request_id:issuance_request_id>", IssuanceRequestView.as_view()),
-    path("v1/issuance-requests/<issuance_request_id:issuance_request_id>/collect", CollectionView.as_view()),
+    path("v1/issuance-requests/<issuance_request_id>", IssuanceRequestView.as_view()),
+    path("v1/issuance-requests/<issuance_request_id>/collect", CollectionView.as_view()),
 ]

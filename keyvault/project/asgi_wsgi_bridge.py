@@ -5,7 +5,7 @@ body of unannounced length. ASGI has the bytes, so the environ (PEP 3333) is bui
 
 - a header whose name holds an underscore is dropped; a repeated header is joined with a comma;
 - `keyvault.raw_path` is the path as it was sent (see `keyvault.api.middleware`);
-- a path and query above 8 KiB are refused;
+- a path and query above 8 KiB, and a head above 16 KiB or 100 headers, are refused as on the dedicated verifier;
 - an unreadable Content-Type is omitted, and so are its parameters with a charset other than UTF-8;
 - the body is read before a thread is taken, so that slow senders hold none. A body above the limit is not read: code
   that reads it gets RequestDataTooBig. Credentials are thus judged before the body, whatever its size.
@@ -15,8 +15,9 @@ compute password hashes for anonymous clients: the other planes keep their threa
 with Retry-After when a queue is full, and 408 when a body arrives too slowly. It drops a queued request when its client
 disconnects.
 
-Granian (2.8) itself refuses a request line or header that is not HTTP (empty 400), and a target above 64 KiB (empty
-414). It drops a fragment, and prefers Transfer-Encoding to Content-Length (RFC 9112, 6.3).
+Granian (2.8) itself refuses a request line or header that is not HTTP (empty 400), a target above 64 KiB (empty 414),
+and more than 100 headers or a head above 400 KiB (empty 431). It drops a fragment, and prefers Transfer-Encoding to
+Content-Length (RFC 9112, 6.3).
 """
 
 import io
@@ -37,7 +38,15 @@ from django.utils.http import parse_header_parameters
 from keyvault.admin.framework.middleware import is_console_path
 from keyvault.api.middleware import FEED_WAIT, RAW_PATH
 from keyvault.domain.errors import ErrorCode, Fault
-from keyvault.hotpath.http1.framing import refusal
+from keyvault.hotpath.http1.framing import (
+    HEAD_BYTES,
+    HEADERS,
+    TARGET_BYTES,
+    RequestRefusedError,
+    head_too_large,
+    refusal,
+    target_too_long,
+)
 from keyvault.hotpath.http1.protocol import Bounds
 from keyvault.hotpath.messages.pending_requests import VERIFY
 from keyvault.hotpath.messages.responses import HttpResponse
@@ -78,9 +87,6 @@ class Capacity:
 
 PROBES = frozenset({"/healthz", "/readyz"})
 """Paths of the health checks of a load balancer or an orchestrator."""
-
-TARGET_BYTES = 8192
-"""Maximum length of path and query, in bytes. RFC 9112 (3) recommends accepting request lines of 8,000."""
 
 CHANGES = b"/v1/changes"
 """Path of the change feed, whose requests may wait without a thread."""
@@ -180,9 +186,9 @@ class Bridge:
     async def _answer(self, scope: AsgiScope, receive: AsgiReceive) -> WsgiResponse:
         """Raises QueueFullError, ClientGoneError."""
         raw_path, query = _target(scope)
-        if len(raw_path) + len(query) > TARGET_BYTES:
-            detail = "Path and query together are longer than 8 KiB."
-            return _refuse(ErrorCode.URI_TOO_LONG, detail, path=raw_path)
+        oversized = _find_oversized(scope)
+        if oversized is not None:
+            return _send_refusal(oversized.answer(raw_path))
         headers = join_headers(scope["headers"])
         try:
             body, length = await self._body_deadline.bound(_read_body(headers, receive))
@@ -301,6 +307,21 @@ def _target(scope: AsgiScope) -> tuple[bytes, bytes]:
     return raw_path.partition(b"?")[0], query
 
 
+def _find_oversized(scope: AsgiScope) -> RequestRefusedError | None:
+    """Return the refusal of a head above the dedicated verifier's bounds.
+
+    It counts one space after the colon of each header: the server has removed others.
+    """
+    raw_path, query = _target(scope)
+    target_bytes = len(raw_path) + len(query) + bool(query)
+    if target_bytes > TARGET_BYTES:
+        return target_too_long()
+    headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
+    line_bytes = len(scope["method"]) + target_bytes + len("  HTTP/1.1\r\n")
+    head_bytes = line_bytes + sum(len(name) + len(value) + len(": \r\n") for name, value in headers) + len("\r\n")
+    return head_too_large() if head_bytes > HEAD_BYTES or len(headers) > HEADERS else None
+
+
 def _path_info(scope: AsgiScope) -> str:
     """Return the percent-decoded path, as Django routes it."""
     return unquote_to_bytes(_target(scope)[0]).decode("latin-1")
@@ -355,7 +376,10 @@ async def _wait_for_disconnect(receive: AsgiReceive) -> None:
 
 def _refuse(code: ErrorCode, detail: str, faults: Sequence[Fault] = (), *, path: bytes) -> WsgiResponse:
     """Refuse without Django and without examining more of the request than its path."""
-    found = refusal(PROBLEM_TYPES[code].status, code, detail, faults, target=path)
+    return _send_refusal(refusal(PROBLEM_TYPES[code].status, code, detail, faults, target=path))
+
+
+def _send_refusal(found: HttpResponse) -> WsgiResponse:
     _log.info("refused", extra={"request_id": found.request_id, "status": found.status})
     return _encode(found)
 

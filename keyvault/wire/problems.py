@@ -12,6 +12,9 @@ from keyvault.domain.errors import Fault
 
 CONTENT_TYPE = "application/problem+json"
 
+HEAD_TOO_LARGE = 431
+"""Status of `request_invalid` for a request head above a server's bounds (RFC 6585, 5)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProblemType:
@@ -214,7 +217,8 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.REQUEST_INVALID: ProblemType(
         400,
         "Request invalid",
-        "The body, the query or a header is invalid. `errors` lists each fault with a JSON Pointer.",
+        "The body, the query or a header is invalid. `errors` lists each fault with a JSON Pointer. With status "
+        f"{HEAD_TOO_LARGE}: request line and headers exceed 16 KiB, or there are more than 100 headers.",
         "Fix the listed faults. Unknown fields are faults too.",
     ),
     Code.URI_TOO_LONG: ProblemType(

@@ -80,7 +80,7 @@ def routed(patterns: list[URLPattern | URLResolver]) -> Iterator[tuple[str, str]
             if pattern.app_name != "admin":
                 yield from routed(pattern.url_patterns)
             continue
-        path = "/" + re.sub(r"<\w+:(\w+)>", r"{\1}", str(pattern.pattern))
+        path = "/" + re.sub(r"<(\w+)>", r"{\1}", str(pattern.pattern))
         if pattern.callback is verifying_view:
             continue
         view = getattr(pattern.callback, "cls", None)
@@ -99,6 +99,20 @@ def test_page_and_routes_have_the_same_operations() -> None:
     served |= {("post", VERIFY), ("post", BATCH), ("get", "/v1/authorize/envoy/{path}")}
     served |= {("get", path) for path in GATEWAYS}
     assert {(method, path) for method, path, _ in operations()} == served
+
+
+def test_ids_in_paths_of_the_service_plane_have_patterns() -> None:
+    """The routes accept any segment, so that the token is judged first."""
+    ids = [
+        parameter
+        for _, path, operation in operations()
+        if path.startswith("/v1/") and not path.startswith("/v1/authorize/")
+        for parameter in operation.get("parameters", ())
+        if parameter["in"] == "path"
+    ]
+    names = {"key_id", "credential_id", "sequence", "issuance_request_id", "rotation_id"}
+    assert {each["name"] for each in ids} == names
+    assert all("pattern" in each["schema"] for each in ids)
 
 
 def test_every_error_code_is_documented_at_each_operation_that_returns_it() -> None:

@@ -118,17 +118,23 @@ def test_list_is_filtered_by_merchant_environment_and_state_and_paged(call: Call
 
 @lists
 def test_list_of_a_scoped_token_has_only_its_merchants(call: Call, rows: PagedList) -> None:
-    """Another merchant's rows are absent, as if they did not exist; another environment is refused."""
+    """Another merchant is not found, whether it exists or not, in every environment; another environment is refused."""
     rows.make(account("acme"), now())
     own = rows.make(account("globex"), now())
     header = bearer(rows.permission, merchants=["globex"], scope=StringScope.SANDBOX)
     assert read(call, rows, **header) == read(call, rows, "merchant=globex", **header) == [own]
-    assert read(call, rows, "merchant=acme", **header) == []
     make_merchant("initech")
     other = bearer(rows.permission, merchants=["initech"])
-    assert read(call, rows, **other) == read(call, rows, "merchant=acme", **other) == []
-    refused = call("GET", f"{rows.path}?environment=production", **header)
-    assert (refused.status_code, refused.body["code"]) == (403, "permission_missing")
+    assert read(call, rows, **other) == read(call, rows, "merchant=initech", **other) == []
+    for query, expected in (
+        ("merchant=acme", (404, "not_found")),
+        ("merchant=nobody", (404, "not_found")),
+        ("merchant=acme&environment=production", (404, "not_found")),
+        ("merchant=globex&environment=production", (403, "permission_missing")),
+        ("environment=production", (403, "permission_missing")),
+    ):
+        refused = call("GET", f"{rows.path}?{query}", **header)
+        assert (refused.status_code, refused.body["code"]) == expected, query
 
 
 @lists

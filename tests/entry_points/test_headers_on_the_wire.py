@@ -31,6 +31,7 @@ UNKNOWN = (404, "endpoint_unknown")
 INVALID = (401, "credential_invalid")
 MISSING = (401, "credential_missing")
 AMBIGUOUS = (400, "credential_ambiguous")
+TOO_LARGE = (431, "request_invalid")
 CHUNKED = b"Transfer-Encoding: chunked"
 
 
@@ -122,7 +123,9 @@ def credential_headers_get_the_verdict_of_the_contract(wire: ServerWire) -> None
         ((key + b"\xe9",), INVALID),
         ((b"\xe9".join((b"X-Api-Key: ", wire.key)),), INVALID),
         ((b"X-Api-Key: " + wire.token,), INVALID),
-        ((b"X-Api-Key: " + b"a" * 60_000,), INVALID),
+        ((b"X-Api-Key: " + b"a" * 16_000,), INVALID),
+        ((b"X-Api-Key: " + b"a" * 60_000,), TOO_LARGE),
+        ((key, *(b"X-%d: %b" % (number, b"a" * 4_000) for number in range(5))), TOO_LARGE),
         # A name with an underscore is another header, in either order.
         ((b"X_Api_Key: " + wire.key,), MISSING),
         ((b"X-Api_Key: " + wire.key,), MISSING),
@@ -151,6 +154,10 @@ def service_token_is_accepted_once_and_in_its_own_header(wire: ServerWire) -> No
     ):
         answer = wire.send(*lines, method=b"GET", path=b"/v1/credentials")
         assert outcome(answer) == (401, "service_token_invalid"), lines
+    # The token is judged before the form of an id.
+    for path in (b"/v1/keys/short", b"/v1/rotations/rot_missing", b"/v1/revocations/x"):
+        assert outcome(wire.send(method=b"GET", path=path)) == (401, "service_token_invalid"), path
+        assert outcome(wire.send(good, method=b"GET", path=path)) == (404, "not_found"), path
 
 
 def paths_match_in_their_canonical_spelling_alone(wire: ServerWire) -> None:
@@ -258,6 +265,10 @@ def oversized_and_unusual_requests_are_refused_without_a_server_error(wire: Serv
         (b"no header",),
     ):
         assert 400 <= wire.send(*lines).status < 500, lines[0][:20]
+    # With Host, Connection and Content-Length 100 headers, and then 101, which Granian refuses itself.
+    assert outcome(wire.send(*(b"X-%d: a" % number for number in range(97)))) == MISSING
+    answer = wire.send(*(b"X-%d: a" % number for number in range(98)))
+    assert (answer.status, answer.body) == (431, b"")
     for method in (b"GET", b"PUT", b"OPTIONS", b"TRACE", b"BREW"):
         answer = wire.send(key, method=method)
         assert outcome(answer) == (405, "method_not_allowed"), method

@@ -39,8 +39,8 @@ class Upstream:
 
 
 @contextmanager
-def echoing() -> Iterator[Upstream]:
-    """An upstream that accepts and records every request that the gateway lets through."""
+def echoing(status: int = 207) -> Iterator[Upstream]:
+    """An upstream that records every request that the gateway lets through, and answers it with this status."""
     seen: list[Seen] = []
 
     class Echo(BaseHTTPRequestHandler):
@@ -56,7 +56,7 @@ def echoing() -> Iterator[Upstream]:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             path = self.requestline.split(" ")[1]
             seen.append(Seen(self.command, path, self.headers.items(), body))
-            self.send_response(207)
+            self.send_response(status)
             self.send_header("Content-Length", "2")
             self.end_headers()
             self.wfile.write(b"in")

@@ -11,6 +11,7 @@ import pytest
 from django.core.exceptions import RequestDataTooBig
 from django.core.handlers.wsgi import WSGIRequest
 
+from keyvault.hotpath.http1.framing import HEAD_BYTES, HEADERS
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.project.asgi_wsgi_bridge import Bridge, Capacity, VerifyKnown
 
@@ -271,11 +272,36 @@ def test_bridge_engine_fault_in_the_loop_falls_back_to_the_slow_path(caplog: pyt
 
 def test_bridge_path_and_query_above_the_limit_are_refused_before_the_application_runs() -> None:
     application = Application()
-    query = len(b"a=%2f\xc3\xa9")
+    query = len(b"?a=%2f\xc3\xa9")
     assert ask(application, raw_path=b"/" * (8192 - query))[0] == 201
     answer = ask(application, (b"content-length", b"2"), raw_path=b"/" * (8193 - query), body=[chunk(b"ab")])
     assert refused(answer) == (414, "uri_too_long")
     assert (len(application.environs), answer[3]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_accepted"),
+    [
+        # The request line has 18 bytes, the end of the head 2, each header 4 besides its name and value.
+        (((b"x", b"a" * (HEAD_BYTES - 25)),), True),
+        (((b"x", b"a" * (HEAD_BYTES - 24)),), False),
+        (((b"x", b""),) * HEADERS, True),
+        (((b"x", b""),) * (HEADERS + 1), False),
+    ],
+    ids=["16 KiB", "one byte more", "100 headers", "one header more"],
+)
+def test_bridge_head_above_the_limit_is_refused_before_the_application_runs(
+    headers: tuple[tuple[bytes, bytes], ...], is_accepted: bool
+) -> None:
+    """Guarantee: the ordinary server takes no head that the dedicated verifier refuses."""
+    application = Application()
+    answer = ask(application, *headers, query=b"")
+    if is_accepted:
+        assert answer[0] == 201
+    else:
+        assert refused(answer) == (431, "request_invalid")
+        assert json.loads(answer[2])["errors"] == [{"pointer": "", "detail": json.loads(answer[2])["detail"]}]
+    assert len(application.environs) == is_accepted
 
 
 def test_bridge_unreadable_body_is_listed_as_a_fault() -> None:

@@ -5,11 +5,9 @@ from typing import Any
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from keyvault.access.decision import Denial, Grant, decide
+from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
-from keyvault.access.rules import Target, operation
 from keyvault.api.enforcement import ServiceView
-from keyvault.api.exceptions import DeniedError
 from keyvault.api.idempotency import answer_once
 from keyvault.api.openapi import NEEDED, documented, in_path
 from keyvault.api.pages import read_page
@@ -79,10 +77,7 @@ class IssuanceRequestsView(ServiceView):
         return _create_effect(self.grant_for(account), account, fields, self.service.name)
 
     def _account(self, merchant_id: str, environment: Environment) -> Account:
-        """Decide before reading the row, so that a foreign merchant and an unknown one get the same response."""
-        verdict = decide(operation(self.permission), self.service, Target(environment, merchant_id), self.now)
-        if isinstance(verdict, Denial):
-            raise DeniedError(verdict)
+        self.require_scope(environment, merchant_id)
         try:
             return find_account(merchant_id, environment)
         except NotFoundError as error:

@@ -1,5 +1,7 @@
 """The receipt of a change: which verifiers have confirmed it."""
 
+import re
+
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -9,6 +11,9 @@ from keyvault.api.openapi import documented, in_path
 from keyvault.api.schemas import RECEIPT_BODY
 from keyvault.domain.errors import NotFoundError
 from keyvault.services.change_feed.receipts import describe_receipt, find_account_of, find_receipt
+
+_SEQUENCE = "[0-9]{1,19}"
+"""Pattern of a sequence in a path. `int` would also accept other spellings, and fail on thousands of digits."""
 
 
 class RevocationView(ServiceView):
@@ -21,10 +26,10 @@ class RevocationView(ServiceView):
         "Also available for any other change. A change of an account outside the token's scope is 404.",
         permission=Permission.KEYS_READ,
         answers={200: RECEIPT_BODY},
-        parameters=[in_path("sequence", "^[0-9]{1,19}$")],
+        parameters=[in_path("sequence", f"^{_SEQUENCE}$")],
     )
     def get(self, request: Request, sequence: str) -> Response:
-        receipt = find_receipt(int(sequence))
+        receipt = find_receipt(int(sequence)) if re.fullmatch(_SEQUENCE, sequence) else None
         if receipt is None:
             raise NotFoundError
         account = find_account_of(receipt.subject)

@@ -17,14 +17,16 @@ from keyvault.hotpath.messages.rendering import nginx_answer
 from keyvault.hotpath.messages.responses import HttpResponse
 from keyvault.wire.gateways import Dialect
 from keyvault.wire.headers import mint_request_id
-from keyvault.wire.problems import CONTENT_TYPE, problem
+from keyvault.wire.problems import CONTENT_TYPE, HEAD_TOO_LARGE, problem
 
 Header = tuple[bytes, bytes]
 StartLine = tuple[bytes, bytes, bool]
 """Method, target in origin form, and whether it is HTTP/1.1 (else 1.0)."""
 
 TARGET_BYTES: Final = 8192
+"""Maximum length of path and query, in bytes. RFC 9112 (3) recommends accepting request lines of 8,000."""
 HEAD_BYTES: Final = 16 * 1024
+"""Maximum length of request line and headers, with their line ends and the empty line, in bytes."""
 HEADERS: Final = 100
 BODY_BYTES: Final = 64 * 1024
 CHUNKED_BYTES: Final = 8 * BODY_BYTES
@@ -73,6 +75,15 @@ def refusal(
     headers = (("Content-Type", CONTENT_TYPE), *found.headers.items())
     answer = HttpResponse(status, json.dumps({**found.body, "status": status}).encode(), request_id, headers)
     return nginx_answer(answer, code) if dialect_of(target.decode("latin-1")) is Dialect.NGINX else answer
+
+
+def target_too_long() -> RequestRefusedError:
+    return RequestRefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
+
+
+def head_too_large() -> RequestRefusedError:
+    detail = "Request line and headers are longer than 16 KiB, or there are more than 100 headers."
+    return RequestRefusedError(HEAD_TOO_LARGE, ErrorCode.REQUEST_INVALID, detail)
 
 
 def malformed(detail: str) -> RequestRefusedError:

@@ -25,9 +25,11 @@ from keyvault.hotpath.http1.framing import (
     Header,
     RequestLine,
     RequestRefusedError,
+    head_too_large,
     judge_headers,
     malformed,
     refusal,
+    target_too_long,
 )
 from keyvault.hotpath.messages.callback_future import CallbackFuture
 from keyvault.hotpath.messages.responses import HttpResponse
@@ -430,9 +432,8 @@ class Connection(asyncio.Protocol):
     def _require_short(self, head_bytes: int) -> None:
         if head_bytes > HEAD_BYTES:
             if self._state is _State.LINE:
-                raise RequestRefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
-            detail = "Request line and headers are longer than 16 KiB, or there are more than 100 headers."
-            raise RequestRefusedError(431, ErrorCode.REQUEST_INVALID, detail)
+                raise target_too_long()
+            raise head_too_large()
 
     def _read_line(self, line: bytes) -> None:
         if line in (b"\r\n", b"\n"):
@@ -445,7 +446,7 @@ class Connection(asyncio.Protocol):
         if request is None:
             raise malformed("The request line is not valid HTTP/1.1.")
         if len(request[1]) > TARGET_BYTES:
-            raise RequestRefusedError(414, ErrorCode.URI_TOO_LONG, "Path and query together are longer than 8 KiB.")
+            raise target_too_long()
         self._feed(line)
         self._request = request
         self._headers.clear()
