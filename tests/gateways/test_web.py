@@ -11,7 +11,7 @@ import pytest
 from tests.servers.nginx import nginx_server
 from tests.servers.throwaway import Place
 
-from .front import Answer, Gateway, echoing
+from .front import Gateway, GatewayAnswer, echoing
 
 pytestmark = pytest.mark.usefixtures("nginx")
 
@@ -45,7 +45,7 @@ def web_sample(upstream: int) -> Iterator[Gateway]:
         yield Gateway(url, folders[0])
 
 
-def refused(answer: Answer) -> tuple[int, str]:
+def refused(answer: GatewayAnswer) -> tuple[int, str]:
     code = answer.code
     assert answer.headers.get_all("X-Request-Id") == [json.loads(answer.body)["request_id"]]
     assert answer.headers["Retry-After"] == ("1" if answer.status in {429, 503} else None)

@@ -96,6 +96,7 @@ def supervise(tmp_path: Path, messages: list[str]) -> Callable[..., Supervisor]:
 
 def process_id(service: Supervisor, name: str) -> int:
     """Return the process id that the program's latest process printed."""
+    assert service.logs is not None
     log = service.logs / f"{name}.log"
     return int(eventually(lambda: re.findall(r"I am (\d+)\n", log.read_text()))[-1])
 

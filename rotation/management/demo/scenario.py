@@ -85,9 +85,8 @@ def run_demo(report: DemoReport, port: int) -> None:
     audit = verify_audit()
     connection.close()
     found = sorted(set(find_secrets(settings.DATA_DIR, context.secrets)))
-    outcome = DemoResult(
-        tally, audit_entries, reinstated, receipt, audit, found, list(find_logged_errors(service.logs))
-    )
+    errors = list(find_logged_errors(settings.DATA_DIR / "logs"))
+    outcome = DemoResult(tally, audit_entries, reinstated, receipt, audit, found, errors)
     _show(report, outcome, len(context.secrets))
     wrong = list(_find_failures(outcome))
     if wrong:

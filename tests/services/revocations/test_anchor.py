@@ -423,9 +423,7 @@ def test_two_writers_lose_nothing(scene: Scene, settle: Callable[[], None]) -> N
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_anchor_that_was_set_back_is_completed(
-    scene: Scene, settle: Callable[[], None], *, is_restarted: bool
-) -> None:
+def test_anchor_that_was_set_back_is_completed(scene: Scene, settle: Callable[[], None], *, is_restarted: bool) -> None:
     """Guarantee: after a Vault was restored from a snapshot, no revocation stays missing.
 
     `is_restarted`: the worker had seen no revocation since its start.
