@@ -462,13 +462,15 @@ def _highest_version_before(signed: SignedCheckpoint, keys: PublicKeys) -> int:
     The checkpoint before it proves nothing: it may name another signer, or be forged with a former version, too.
     """
     own = {version for scope, signer, version in keys if (scope, signer) == (signed.scope, signed.signer)}
-    before = AuditCheckpoint.objects.filter(scope=signed.scope, signer=signed.signer, number__lt=signed.number)
-    # Of each version, the index finds one row. The greatest version among all rows before would take a scan of them.
+    rows = AuditCheckpoint.objects.filter(scope=signed.scope, signer=signed.signer)
+    # The order is that of the index. Without it, PostgreSQL may read all rows to find one of a frequent version.
+    firsts = rows.order_by("key_version", "number").values_list("key_version", "number")
     for version in sorted(own, reverse=True):
         if version <= signed.key_version:
             break
-        if before.filter(key_version=version).exists():
-            return version
+        first = firsts.filter(key_version__gte=version).first()
+        if first is not None and first[1] < signed.number:
+            return int(first[0])
     return 0
 
 
