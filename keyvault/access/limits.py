@@ -100,7 +100,8 @@ SESSION_SECONDS = 8 * 60 * 60
 """Maximum duration of a console session, in seconds, however much it is used."""
 
 REPEAT_LIMIT = Limit(10, 60)
-"""Limit of repeated self-revocations of an already revoked key, and of the recipient keys that one key sets."""
+"""Limit for one key: of repeated self-revocations, of repeated revocations of its customer tokens, and of new recipient
+keys."""
 
 
 @dataclass(frozen=True, slots=True)

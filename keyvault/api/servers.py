@@ -179,9 +179,11 @@ SERVERS: Servers = {
         parameters=(in_path("customer_id", CUSTOMER_ID),),
     ),
     "customer_tokens.revoke": EndpointServer(
-        description="Revokes a customer access token of this merchant and environment. Repeatable.",
+        description="Revokes a customer access token of this merchant and environment. Repeatable: up to 10 "
+        "repetitions a minute for each private key that issues tokens.",
         answers=_revoke_customer_token,
         status=204,
+        codes=[ErrorCode.RATE_LIMITED],
         parameters=(in_path("token_id", "^[0-9A-Za-z]{16}$"),),
     ),
     "customers.me": EndpointServer(

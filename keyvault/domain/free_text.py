@@ -31,3 +31,15 @@ def find_text_fault(text: str, max_length: int) -> str | None:
 def find_reason_fault(text: str) -> str | None:
     """Return the fault of a mandatory reason if it is blank, else None. `clean_text` masks its secrets."""
     return None if text.strip() else "a reason is required"
+
+
+def escape_unprintable(text: str) -> str:
+    """Return the text with each character that is not printable as an escape, such as a line end or a terminal's ESC.
+
+    The result is one line, which a terminal shows as it is. For text of clients in the output of commands.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in text
+    )

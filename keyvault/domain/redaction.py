@@ -23,6 +23,9 @@ from keyvault.domain.plaintext import MASK
 _MAX_LOOKBACK = 4096
 """Maximum length of the text that decides whether a secret begins, in characters."""
 
+_MAX_JWT_HEADER = 3072
+"""Maximum length of the header of a JWT that is recognized, in characters."""
+
 _MAX_PIECE_LENGTH = 160
 """Maximum length of one repetition of `goes_on`, in characters."""
 
@@ -87,13 +90,13 @@ _HEADER_NEEDLES = ("authorization", "api-key", "api_key", "service-token", "serv
 _SECRET_KEYS = ("api", "private", "secret", "access", "signing", "encryption", "master", "session")
 # The end of a secret member's, parameter's or variable's name. Order tokens and page tokens are not secret.
 _MEMBER = (
-    r"(?:passw(?:or)?d(?:[0-9]|[-_]?(?:confirm(?:ation)?|hash))?|passphrase|pwd|secret(?:[-_]?value)?|credential"
-    r"|session(?:[-_]?id)?|__secure-device"
+    r"(?:passw(?:or)?d(?:[0-9]|[-_]?(?:confirm(?:ation)?|hash))?|passphrase|pwd|secret(?:[-_]?(?:value|id))?|credential"
+    r"|session(?:[-_]?id)?|jwt|__secure-device"
     r"|(?<!order)(?<!order[-_])(?<!page)(?<!page[-_])token"
     rf"|(?:{'|'.join(_SECRET_KEYS)})[-_.]?key)"
 )
 _MEMBER_NEEDLES = (
-    *("passw", "passphrase", "pwd", "secret", "credential", "session", "token", "__secure-device"),
+    *("passw", "passphrase", "pwd", "secret", "credential", "session", "jwt", "token", "__secure-device"),
     *(f"{kind}{between}key" for kind in _SECRET_KEYS for between in ("", "-", "_", ".")),
 )
 _NAMED = rf"[\w.-]{{0,32}}(?:{_HEADER}|{_MEMBER})"
@@ -357,6 +360,13 @@ _SECRETS = (
         rf"(?P<head>{_WORD}(?:hv[sbr]\.|[sbr]\.(?=[a-z]{{0,64}}[0-9A-Z])))[A-Za-z0-9_-]{{20}}",
         r"[A-Za-z0-9_-]",
         ("s.", "b.", "r."),
+    ),
+    # A JWT (RFC 7519): two parts that begin like a JSON object in base64url, and the rest. The first part has no second
+    # beginning, so that the time is proportional to the length of the text.
+    _secret(
+        rf"(?P<head>eyJ)(?:(?!eyJ)[A-Za-z0-9_-]){{1,{_MAX_JWT_HEADER}}}\.eyJ[A-Za-z0-9_-]",
+        r"[A-Za-z0-9_.-]",
+        ("eyj",),
     ),
     # The password of a database or broker URL, up to the last @ of the authority.
     _secret(

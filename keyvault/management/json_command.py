@@ -18,6 +18,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import OperatorPrincipal
 from keyvault.access.scopes import EVERYWHERE, AccessScope
 from keyvault.domain.errors import KeyvaultError, PermissionMissingError, RequestInvalidError
+from keyvault.domain.free_text import escape_unprintable
 from keyvault.domain.redaction import redact
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account
@@ -56,11 +57,11 @@ class JsonCommand(BaseCommand):
             answer = self.answer(options)
         except RequestInvalidError as error:
             faults = "".join(f"\n  {fault.pointer}: {fault.detail}" for fault in error.faults)
-            raise CommandError(redact(f"{error.code}: {error.detail}{faults}")) from error
+            raise CommandError(_as_refusal(f"{error.code}: {error.detail}{faults}")) from error
         except KeyvaultError as error:
             # A user with a shell on the host may read internal details.
             internal = f" ({error.internal})" if error.internal else ""
-            raise CommandError(redact(f"{error.code}: {error.detail}{internal}")) from error
+            raise CommandError(_as_refusal(f"{error.code}: {error.detail}{internal}")) from error
         except (OperationalError, ProgrammingError) as error:
             raise CommandError(f"the database is unavailable or not set up (run manage.py setup): {error}") from error
         self.stdout.write(json.dumps(answer, default=_as_json) if options["json"] else self.format_text(answer))
@@ -109,6 +110,11 @@ def call(command: str, *arguments: str) -> dict[str, Any]:
     return answer
 
 
+def _as_refusal(text: str) -> str:
+    """Return the text of a refusal, which may have several lines, without secrets and terminal controls."""
+    return "\n".join(map(escape_unprintable, redact(text).split("\n")))
+
+
 def _plain(value: Any) -> str:
     if isinstance(value, list):
         return "".join(f"\n  - {_on_one_line(item)}" for item in value) or "none"
@@ -119,10 +125,11 @@ def _on_one_line(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(_on_one_line, value)) or "none"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_on_one_line(item)}" for name, item in value.items())
+        return ", ".join(f"{_on_one_line(name)} {_on_one_line(item)}" for name, item in value.items())
     if isinstance(value, datetime):
         return format_timestamp(value)
-    return "-" if value is None else str(value)
+    # Text of clients, such as a user agent, must neither forge a line nor control the terminal.
+    return "-" if value is None else escape_unprintable(str(value))
 
 
 def _as_json(value: object) -> str:

@@ -212,6 +212,7 @@ class UsageReporter(models.Model):
     detected. `report`: the number of the last stored report, so that a repeated report adds nothing. `peppers`: the
     newest loaded version of each served set, which implies the older ones, or 0 for none.
     `environment`: the only one whose keys it verifies; blank: it verifies those of every environment.
+    `merchants`: ids of the only ones whose keys it verifies, each between commas; blank: those of every merchant.
     """
 
     reporter_id = models.CharField(primary_key=True, max_length=64)
@@ -220,6 +221,7 @@ class UsageReporter(models.Model):
     report = models.PositiveBigIntegerField(default=0, db_default=0)
     peppers = models.JSONField()
     environment = models.CharField(max_length=10, blank=True)
+    merchants = models.TextField(blank=True, default="", db_default="")
     stopped_at = at()
     lost_at = at()
 

@@ -49,11 +49,15 @@ class FeedReader(models.Model):
 
     `lineage`: of the service token that it reads with. `offered_sequence`: the highest sequence that a response has
     offered for confirmation. A reader that has a higher one knows more than this database, which was restored.
+    `awaited_sequence`: the one that the reader must confirm next, since `awaited_since` by the database's clock; none
+    if it is confirmed.
     """
 
     reader_id = models.CharField(primary_key=True, max_length=64)
     lineage = models.CharField(max_length=16)
     offered_sequence = models.PositiveBigIntegerField(default=0)
+    awaited_sequence = models.PositiveBigIntegerField(default=0, db_default=0)
+    awaited_since = at()
     created_at = models.DateTimeField()
 
     class Meta:

@@ -251,7 +251,8 @@ PROBLEM_TYPES: dict[Code, ProblemType] = {
     Code.CURSOR_EXPIRED: ProblemType(
         410,
         "Position in the change feed expired",
-        "The reader is unknown, fell too far behind, or has read changes that the database lacks.",
+        "The reader is unknown, fell too far behind, did not confirm in time, or has read changes that the database "
+        "lacks.",
         "Drop everything in memory and start again without `after`.",
     ),
     Code.IDEMPOTENCY_KEY_MISSING: ProblemType(

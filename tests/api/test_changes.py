@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from django.db.models import QuerySet
+from django.db.models import F, QuerySet
 from django.test import Client
 
 from keyvault.access.permissions import Permission as P
@@ -21,7 +21,7 @@ from keyvault.services.change_feed.readers import forget_old_readers
 from keyvault.services.change_feed.receipts import find_receipt
 from keyvault.services.keys.lifecycle import get_key, last_sequence, revoke_key
 from keyvault.services.recording.changes import poll_feed
-from keyvault.services.usage.recorder import observe
+from keyvault.services.usage.recorder import note_lost, observe
 from rotation.domain.events import RotationState
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.reports import get_rotation
@@ -242,6 +242,81 @@ def test_reader_that_is_far_behind_starts_again(send: Send, monkeypatch: pytest.
     assert read(send, begin(send)).status_code == 200
 
 
+def pass_time(seconds: float) -> None:
+    """Make older when the readers were seen, and since when they owe a confirmation."""
+    passed = timedelta(seconds=seconds)
+    Verifier.objects.update(seen_at=F("seen_at") - passed)
+    FeedReader.objects.update(awaited_since=F("awaited_since") - passed)
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_reader_that_never_confirms_delays_no_receipt_forever(send: Send, registers: bool) -> None:
+    """Guarantee: receipts wait within the token's bounds for a reader that goes on reading or registering."""
+    after = begin(send)
+    revoke(issue(account())[0])
+    after = read(send, after).body["sequence"]
+    assert confirm(send, after).status_code == 200
+    sequence = revoke(issue(account())[0])
+    statuses = []
+    for _ in range(12):
+        statuses.append(read(send, None if registers else after).status_code)
+        pass_time(3)
+    assert statuses[0] == 200
+    assert 410 in statuses
+    receipt = find_receipt(sequence)
+    assert receipt is not None
+    assert receipt.is_complete
+    begin(send)
+    assert progress(sequence) == ["confirmed"]
+
+
+def test_reader_that_confirms_a_part_only_delays_no_receipt_forever(send: Send) -> None:
+    after = begin(send)
+    first, last = (revoke(issue(account())[0]) for _ in range(2))
+    for _ in range(12):
+        if read(send, after).status_code == 200 and confirm(send, first).status_code == 200:
+            after = first
+        pass_time(3)
+    assert progress(last) == ["expired"]
+
+
+def test_reader_that_is_far_behind_delays_no_receipt_forever(send: Send, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_CHANGES", 1)
+    after = begin(send)
+    sequences = [revoke(issue(account())[0]) for _ in range(2)]
+    for _ in range(12):
+        assert read(send, after).status_code == 410
+        pass_time(3)
+    assert progress(sequences[0]) == ["expired"]
+
+
+def test_reader_that_confirms_while_it_reads_on_stays_live(send: Send) -> None:
+    """Under constant changes a later sequence is offered before the confirmation of the earlier one arrives."""
+    after = begin(send)
+    for _ in range(6):
+        sequence = revoke(issue(account())[0])
+        response = read(send, after)
+        assert response.status_code == 200
+        assert confirm(send, after).status_code == 200
+        after = response.body["sequence"]
+        pass_time(6)
+    assert progress(sequence) == ["waiting"]
+    assert confirm(send, after).status_code == 200
+    assert progress(sequence) == ["confirmed"]
+
+
+def test_late_confirmation_lets_a_reader_read_on(send: Send) -> None:
+    """An outage between the read and the confirmation costs a reader at most its memory."""
+    after = begin(send)
+    revoke(issue(account())[0])
+    sequence = read(send, after).body["sequence"]
+    pass_time(11)
+    for position in (sequence, None):
+        assert read(send, position).body["code"] == "cursor_expired"
+    assert confirm(send, sequence).status_code == 200
+    assert read(send, sequence).status_code == 200
+
+
 def test_token_caps_its_readers(send: Send) -> None:
     for name in ("a", "b"):
         begin(send, name)
@@ -376,7 +451,7 @@ def test_reader_that_starts_again_holds_back_silence_until_it_reports(send: Send
     old = now() - timedelta(seconds=5)
     UsageReporter.objects.update(flushed_through_at=old, lost_at=None if lost_at is None else now() - lost_at)
     begin(send)
-    assert observe(now(), Environment.SANDBOX).through == old
+    assert observe(now(), "acme", Environment.SANDBOX).through == old
 
 
 def test_reader_without_reports_holds_back_silence_until_it_reports_or_is_lost(send: Send) -> None:
@@ -384,11 +459,21 @@ def test_reader_without_reports_holds_back_silence_until_it_reports_or_is_lost(s
     begin(send)
     old = now() - timedelta(seconds=5)
     UsageReporter.objects.update(flushed_through_at=old)
-    assert observe(now(), Environment.SANDBOX).through == old
+    assert observe(now(), "acme", Environment.SANDBOX).through == old
     assert report(send, 1).status_code == 200
-    through = observe(now(), Environment.SANDBOX).through
+    through = observe(now(), "acme", Environment.SANDBOX).through
     assert through is not None
     assert through > old
+
+
+def test_lost_reader_restarts_the_silence_of_its_merchants_only() -> None:
+    """Guarantee: a token that is limited to one merchant does not delay the rotations of another."""
+    begin(sender(P.KEYS_REPLICATE, scope=StringScope.SANDBOX, merchants=["acme"]))
+    UsageReporter.objects.update(flushed_through_at=now() - timedelta(minutes=1))
+    assert observe(now(), "globex", Environment.SANDBOX).through is None
+    note_lost(now())
+    losses = [observe(now(), merchant, Environment.SANDBOX).lost_at for merchant in ("acme", "globex")]
+    assert [lost_at is not None for lost_at in losses] == [True, False]
 
 
 def test_final_report_deregisters_the_reader(send: Send) -> None:

@@ -4,6 +4,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
+from keyvault.access.limits import REPEAT_LIMIT
 from keyvault.models import AuditEntry, CustomerToken
 from tests.factories import PRODUCTION, now
 
@@ -95,6 +96,24 @@ def test_customer_token_revoked_twice_is_refused_and_audited_once(ask: Ask) -> N
         assert (revoked.status_code, revoked.content) == (204, b"")
     expect(ask("GET", "/sandbox/customers/me", key=key, bearer=token["token"]), 401, "customer_token_revoked")
     assert AuditEntry.objects.filter(event="customer_token.revoked").count() == 1
+
+
+@pytest.mark.database
+def test_customer_token_revoked_too_often_is_refused_until_the_limit_refills(ask: Ask) -> None:
+    """Guarantee: a merchant that repeats a revocation does not keep the verifiers of the host busy.
+
+    The limit delays no first revocation.
+    """
+    key = private()
+    first, second = (f"/sandbox/customers/access-tokens/{issue_token(ask, key)['token_id']}" for _ in range(2))
+    answers = [ask("DELETE", first, key=key) for _ in range(REPEAT_LIMIT.count + 2)]
+    assert [answer.status_code for answer in answers[:-1]] == [204] * (REPEAT_LIMIT.count + 1)
+    expect(answers[-1], 429, "rate_limited")
+    assert 1 <= int(answers[-1].headers["Retry-After"]) <= REPEAT_LIMIT.seconds
+    assert ask("DELETE", second, key=key).status_code == 204
+    other = private()
+    third = f"/sandbox/customers/access-tokens/{issue_token(ask, other)['token_id']}"
+    assert [ask("DELETE", third, key=other).status_code for _ in range(2)] == [204, 204]
 
 
 def test_customer_token_of_another_merchant_or_environment_is_not_revoked(ask: Ask) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyvault.domain.free_text import clean_text, find_text_fault
+from keyvault.domain.free_text import clean_text, escape_unprintable, find_text_fault
 from keyvault.domain.keystring import SHAPED
 
 from .minting import keystrings, mint
@@ -44,3 +44,16 @@ def test_find_text_fault_of_a_key_string_does_not_quote_it(name: str) -> None:
 def test_find_text_fault_of_a_good_name_is_none(name: str) -> None:
     """The public part of a key string is no secret: support names keys by it."""
     assert find_text_fault(name, 100) is None
+
+
+@given(st.text(st.characters() | st.sampled_from("\n\r\x1b\x85\x9b\u2028\u202e\ud800")))
+def test_escape_unprintable_makes_one_printable_line(text: str) -> None:
+    """Guarantee: text of clients neither begins a line nor controls a terminal."""
+    shown = escape_unprintable(text)
+    assert shown.isprintable()
+    assert not text.isprintable() or shown == text
+
+
+def test_escape_unprintable_leaves_ordinary_text_readable() -> None:
+    text = "Söhne 日本語 \U0001f511 C:\\new"
+    assert escape_unprintable(f"{text}\n\x1b[2J\x9b1m\x1b]0;x\x07") == f"{text}\\n\\x1b[2J\\x9b1m\\x1b]0;x\\x07"

@@ -238,6 +238,10 @@ def test_redact_header_on_the_next_line_is_not_touched() -> None:
         (f"token Bearer {JWT}.", "token Bearer ***"),
         (f"bearer {KEY}", f"bearer {HANDLE}***"),
         ("basic dXNlcjpwYXNzd29yZA==", "basic ***"),
+        (f"got {JWT} in the answer", "got eyJ*** in the answer"),
+        (f"/?next=a%3D{JWT}&b=1", "/?next=a%3DeyJ***&b=1"),
+        (json.dumps({"text": f"îyJ0 got\n{JWT}", "b": 1}), '{"text": "\\u00eeyJ0 got\\neyJ***", "b": 1}'),
+        (f"id_{JWT}, eyJ{JWT}", "id_eyJ***, eyJeyJ***"),
         ("got sealed.AbC0123456789_-xyz in the answer", "got sealed.*** in the answer"),
         ("got sealed.AbC0123456789_-xyz.def0123456789XYZ;", "got sealed.***;"),
         ("VAULT_TOKEN=hvs.CAESIJ0123456789abcdefghij_-klm", "VAULT_TOKEN=hvs.***"),
@@ -253,7 +257,7 @@ def test_redact_header_on_the_next_line_is_not_touched() -> None:
     ],
 )
 def test_redact_secret_of_another_sort_is_masked(text: str, clean: str) -> None:
-    """Sealed secrets, Vault and OpenBao tokens, passwords in URLs, and tokens without context."""
+    """Sealed secrets, Vault and OpenBao tokens, JWTs, passwords in URLs, and tokens without context."""
     assert redact(text) == clean
     assert redact(clean) == clean
 
@@ -323,6 +327,7 @@ SECRET_NAMES = [
     *("master_key", "credential", "authorization", "cookie", "x-api-key", "sessionid", "session_key", "sessionKey"),
     *("new_password1", "password2", "password_confirm", "passwordConfirmation", "password_hash", "passwordHash"),
     *("secret_value", "secretValue", "__Secure-device"),
+    *("secret_id", "SECRET_ID", "secretId", "secret-id", "vault_secret_id", "jwt", "userJwt", "id_jwt"),
 ]
 COLLECTIVE_NAMES = ["passwords", "oldPasswords", "credentials", "db_credentials"]
 COOKIE_NAMES = ["__Host-session", "__Secure-device", "device", "csrftoken", "sessionid"]
@@ -331,6 +336,7 @@ READABLE_NAMES = [
     *("public_key", "recipient_public_key", "token_type", "order_token", "orderToken", "next_page_token", "key"),
     *("password_changed_at", "api_keys_issued", "tokens", "secretary", "cookies_accepted", "authorization_url"),
     *("device", "device_id", "password_hash_algorithm", "secret_values_seen"),
+    *("secret_id_accessor", "secret_id_ttl", "secret_id_num_uses", "jwt_issuer"),
 ]
 NAMES_BESIDE_A_VALUE = [*SECRET_NAMES, *COOKIE_NAMES, *COLLECTIVE_NAMES, "Set-Cookie"]
 VALUES = [OPAQUE, 'a"b\\c', "ends in \\", "two\nlines", "café", "x", "***", "a, 'b' & {c}", '\\\\"\\"']
@@ -478,6 +484,9 @@ def test_redact_json_member_that_support_needs_stays_readable(depth: int) -> Non
         ("POST /a?b=1&api_key=abc&c=d HTTP/1.1", "POST /a?b=1&api_key=***&c=d HTTP/1.1"),
         ("grant_type=password&password=hunter2&username=bob", "grant_type=password&password=***&username=bob"),
         ("client_secret=hunter%202;x=1", "client_secret=***;x=1"),
+        ("role_id=abc secret_id=6a174c20-f6de-a53c-74d2-6018fcceff64", "role_id=abc secret_id=***"),
+        ("role_id: abc\nSECRET_ID: 6a174c20-f6de\n", "role_id: abc\nSECRET_ID: ***\n"),
+        ("POST /login?role=a&jwt=abc&c=d HTTP/1.1", "POST /login?role=a&jwt=***&c=d HTTP/1.1"),
         ("SECRET=hunter2\nHOST=a\n", "SECRET=***\nHOST=a\n"),
         ("export DB_PASSWORD='hunter 2' HOST=a", "export DB_PASSWORD='***' HOST=a"),
         ('DB_PASSWORD="hunter 2"\n', 'DB_PASSWORD="***"\n'),
@@ -571,6 +580,8 @@ PROSE = [
     "see https://example.com:8443/a/b?c=d@e and http://h/x:y@z",
     "mail bob@example.com at 10:30, or ssh://git@example.com/repo",
     "sealed.segments_of_the_tube were opened",
+    "eyJ is how a JWT begins, and eyJhbGciOiJIUzI1NiJ9 is a header without a payload",
+    "the secret id of a role, and its jwt: both are words; secret_id_ttl=7776000",
     "kv_prv_sbx_ is how a private sandbox key begins",
     "2026-11-21T12:00:00Z INFO key_id=AAAAAAAAAAAAAAAA state=active",
     '{"code": "credential_missing", "detail": "no authorization", "check": 1}',
@@ -610,6 +621,7 @@ FRAGMENTS = [
     *('"', "'", "\\", '\\"', "b'", ": ", "=", " => ", "[", "]", "(", ")", "{", "}", ", ", "\n", "\r\n", "\\n", " "),
     *("Bearer ", "Basic ", MASK, "***", HANDLE, KEY, JWT, OPAQUE, "://a:", "@", "/", "sealed.", "hvs.", "s.", "é"),
     *('"name": "', '"value": "', '"name":"Cookie",\n', '","value":"', "device", "__Secure-device=", "passwords"),
+    *("secret_id", "jwt", "eyJ", ".eyJ"),
     *("-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----", "-----", "-", "\\u002b", "\\\\u00"),
     *("\ud800", "null", ">", "kv_", "_prv_", "sbx_", "%5F", "A" * 40, "0a0a0a0a0a0a0a0a0a0a0a0a"),
 ]
@@ -698,6 +710,7 @@ LONG = {
     "words": "bearer 0aaaaaaaaaaaaaaaa xs.Y2fQn6uqkjmVCfWkGu1t s.Y2fQn6uqkjmVCfWkGu1tYqVR " * 150,
     "keys": (KEY + "." + KEY + " ") * 80,
     "quoted headers": ("'x-api-key': 'a\\\\' + \\'x-api-key': 'b', \\\\'x-api-key\\': 'c' ") * 200,
+    "JWTs": f"{JWT} eyJ{JWT}" * 100,
     "one long line of headers": "\n" + "> Authorization: a" * 800,
 }
 
@@ -809,6 +822,9 @@ HOSTILE = {
     "devices": "__secure-device",
     "colors": "\x1b[0",
     "escaped colors": "_p\\x1b[0m",
+    "beginnings of JWTs": "eyJ",
+    "beginnings of JWTs with a dot": "eyJ.",
+    "headers of JWTs": "eyJ" + "a" * 3072,
     "needless escapes": "%5f%70",
     "almost escapes": "%25%25",
 }

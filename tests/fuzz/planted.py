@@ -65,15 +65,24 @@ def _vault_token(random: Random) -> Secret:
     return Secret(f"hv{random.choice('sbr')}.{hidden}", hidden, random.choice(["token", "VAULT_TOKEN", "value"]))
 
 
+def _jwt(random: Random) -> Secret:
+    header, payload = (
+        base64.urlsafe_b64encode(json.dumps({name: random.randbytes(24).hex()}).encode()).decode().rstrip("=")
+        for name in ("kid", "sub")
+    )
+    hidden = base64.urlsafe_b64encode(random.randbytes(32)).decode().rstrip("=")
+    return Secret(f"{header}.{payload}.{hidden}", hidden, random.choice(["jwt", "id_token", "value"]))
+
+
 def _password(random: Random) -> Secret:
     """A secret that only its field's name identifies."""
     first = random.choice(string.ascii_letters)
     hidden = first + "".join(random.choices(ALPHANUMERIC + _PUNCTUATION, k=random.randint(11, 40)))
-    names = ["password", "client_secret", "api_key", "access-token", "X-Api-Key", "X-Service-Token", "passphrase"]
+    names = ["password", "client_secret", "api_key", "access-token", "X-Api-Key", "X-Service-Token", "secret_id"]
     return Secret(hidden, hidden, random.choice(names))
 
 
-_SHAPED = (_key_string, _key_string, _webhook_secret, _vault_token)
+_SHAPED = (_key_string, _key_string, _webhook_secret, _vault_token, _jwt)
 _ALL = (*_SHAPED, _password)
 
 

@@ -7,12 +7,13 @@ from django.core.management import CommandError
 from django.test import override_settings
 
 from keyvault.models import BreakGlass, Operator
+from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from rotation.models import Rotation
 from rotation.services.rotations.engine import advance_rotation
 from tests.rotation import scene
 
-from .test_commands import issue, run
+from .test_commands import issue, run, run_text
 from .test_commands import seeded as seeded
 
 pytestmark = pytest.mark.django_db
@@ -127,6 +128,20 @@ def test_source_is_waived_with_a_reason(seeded: Any) -> None:
     evidence = run("show_rotation", rotation_id)["evidence"]
     waivers = [each["seen"] for each in evidence if each["kind"] == "source_waived"]
     assert waivers == [{"source": "192.0.2.0/24 test", "key_id": key_id, "by": "operator:tam", "why": "it has ended"}]
+
+
+def test_show_rotation_prints_text_of_clients_without_controls(seeded: Any) -> None:
+    """Guarantee: a client that has a key can neither forge a line of the output nor control the operator's terminal."""
+    rotation_id = requested("--proof", "ack")
+    key_id = run("show_rotation", rotation_id)["predecessor_key_id"]
+    log = UsageLog()
+    agent = "shop/1 é\nstate: completed\x1b[2J\x9b1A\x1b]0;x\x07"
+    log.note(key_id, source="192.0.2.1", user_agent=agent, endpoint="orders.create", outcome=UseOutcome.ALLOWED)
+    log.flush()
+    lines = run_text("show_rotation", rotation_id).splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert [line for line in lines if line.startswith("state: ")] == ["state: awaiting_proof"]
+    assert any("shop/1 é\\nstate: completed\\x1b[2J\\x9b1A\\x1b]0;x\\x07" in line for line in lines)
 
 
 def test_retirement_date_is_set_for_public_keys_only(seeded: Any) -> None:

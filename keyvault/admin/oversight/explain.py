@@ -351,10 +351,11 @@ def _judge(
     now = datetime.now(UTC)
     if not cleaned["key_id"]:
         return judge_presented(presented, now)
-    judgement = explain_described(presented, cleaned["key_id"], cleaned["customer_token_id"] or None, now)
-    record = None if judgement is None else judgement.record
-    is_hidden = record is not None and not scope.has(record.merchant_id, record.environment)
-    return before_proof(INVALID) if judgement is None or is_hidden else judgement
+    record = find_key_record(cleaned["key_id"])
+    if record is None or not scope.has(record.merchant_id, record.environment):
+        return before_proof(INVALID)
+    judgement = explain_described(presented, record.key_id, cleaned["customer_token_id"] or None, now)
+    return judgement or before_proof(INVALID)
 
 
 def _limits(judgement: Judgement, endpoint: Endpoint | NoMatchingEndpoint) -> Iterator[tuple[str, Any]]:

@@ -47,7 +47,8 @@ class ChangesView(ServiceView):
         "registered, with an empty memory. Apply every change, read on with `after` = `sequence`, and confirm that "
         "sequence. Some changes are repeated; apply them again. Use the memory until `staleness_seconds` plus "
         "`waited_seconds` after you sent this request. Receipts wait for a reader as for any verifier, and so do the "
-        "acceptance and the silence of rotations. 410 `cursor_expired`: drop the memory and start without `after`.",
+        "acceptance and the silence of rotations. 410 `cursor_expired`: drop the memory and start without `after`. A "
+        "reader that does not confirm within its staleness gets 410, also without `after` while receipts wait for it.",
         permission=Permission.KEYS_REPLICATE,
         answers={200: CHANGES_BODY},
         codes=_READER_CODES,

@@ -9,6 +9,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from keyvault.access.principals import WORKER, Channel
 from keyvault.domain.environments import Environment
+from keyvault.domain.free_text import escape_unprintable
 from keyvault.management.json_command import JsonCommand
 from keyvault.services.reconciliation.reconciliation import reconcile
 
@@ -66,4 +67,5 @@ _COUNT_LABELS = {
 def _format_finding(finding: Mapping[str, Any]) -> str:
     version = "" if finding["backend_version"] is None else f"@{finding['backend_version']}"
     more = [str(finding[name]) for name in ("key_id", "why") if finding.get(name)]
-    return f"  {finding['what']}: {finding['path']}{version} {', '.join(more)}".rstrip()
+    line = f"{finding['what']}: {finding['path']}{version} {', '.join(more)}".rstrip()
+    return f"  {escape_unprintable(line)}"

@@ -8,6 +8,11 @@ response it may answer from memory for its token's staleness bound, counted from
 committed later, and its receipt waits for the reader: until it confirms the change, or until it has been stale for half
 its bound.
 
+**Confirmation.** A reader owes the confirmation of one sequence at a time: the first offered one, and after it the
+newest. It has its bound for each. Otherwise reads and registrations get 410, and `seen_at` is not renewed, so that
+receipts stop waiting for it after at most five bounds, whatever it does (later while transactions stay open). Then it
+may register again.
+
 **Position.** `after` is a confirmed sequence that an earlier response offered: every change up to it was in that
 response or an earlier one. Changes above it are in every response until a later sequence is confirmed, so a reader
 applies some of them again. Changes that a live reader has not confirmed are not deleted (`forget_old_changes`). If this
@@ -22,7 +27,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from django.db import transaction
-from django.db.models import F, Model
+from django.db.models import F, Model, Subquery
 from django.db.models.functions import Now
 
 from keyvault.access.permissions import Permission
@@ -94,8 +99,8 @@ class ReadChanges:
 def read_changes(service: Service, name: str, after: int | None, now: datetime) -> ReadChanges:
     """Read the changes after a sequence. `after` None: register a reader, whose memory is empty.
 
-    Raises CursorExpiredError when the reader must start again, StateConflictError when the token has too many readers,
-    DependencyUnavailableError when open transactions delay the first position.
+    Raises CursorExpiredError when the reader must start again or has not confirmed in time, StateConflictError when the
+    token has too many readers, DependencyUnavailableError when open transactions delay the first position.
     """
     began_at = time.monotonic()
     token = ServiceToken.objects.get(pk=service.token_id)
@@ -104,21 +109,25 @@ def read_changes(service: Service, name: str, after: int | None, now: datetime) 
     if after is None:
         was_live = _register(service, reader_id, token, now)
         confirmed, rows = _first_position(), []
-        if not was_live:
-            # Its memory is empty, so no receipt has to wait for its first confirmation. That of a live reader may be in
-            # use: this may be a late copy of an earlier request.
+        if was_live:
+            # Its memory may be in use: this may be a late copy of an earlier request.
+            _await_confirmation(reader_id, confirmed)
+        else:
+            # Its memory is empty, so no receipt has to wait for its first confirmation.
             Verifier.objects.filter(pk=reader_id, confirmed_sequence__lt=confirmed).update(confirmed_sequence=confirmed)
     else:
-        _renew(service, reader_id, token, after)
+        confirmed_before = _renew(service, reader_id, token, after)
         # Before the poll: each of these changes is visible to it.
         confirmed_here = find_confirmed_here()
         if time.monotonic() - began_at > staleness / 4:
             raise DependencyUnavailableError("The database did not answer in time. Read again.")
         batch = poll_feed(after)
         rows = batch.rows
+        confirmed = max(after, min(confirmed_here, batch.drawn) if batch.holders else batch.drawn)
+        if confirmed > confirmed_before:
+            _await_confirmation(reader_id, confirmed)
         if len(rows) > MAX_CHANGES:
             raise CursorExpiredError(f"There are more than {MAX_CHANGES} changes. Start again with an empty memory.")
-        confirmed = max(after, min(confirmed_here, batch.drawn) if batch.holders else batch.drawn)
     FeedReader.objects.filter(pk=reader_id, offered_sequence__lt=confirmed).update(offered_sequence=confirmed)
     return ReadChanges(reader_id, confirmed, _in_scope(service, rows), staleness)
 
@@ -222,14 +231,18 @@ def _id_of(service: Service, name: str) -> str:
 
 
 def _register(service: Service, reader_id: str, token: ServiceToken, now: datetime) -> bool:
-    """Register a reader. Return whether it was live already."""
+    """Register a reader. Return whether it was live already. Raises CursorExpiredError, StateConflictError."""
     with transaction.atomic():
         _require_room(service, reader_id, token)
+        reader = FeedReader.objects.filter(pk=reader_id).first()
         row = Verifier.objects.filter(pk=reader_id, stopped_at__isnull=True).annotate(now=Now()).first()
         was_live = row is not None and _is_live(row)
-        FeedReader.objects.update_or_create(
-            pk=reader_id, defaults={"lineage": service.lineage, "offered_sequence": 0, "created_at": now}
-        )
+        fields: dict[str, Any] = {"lineage": service.lineage, "offered_sequence": 0, "created_at": now}
+        if was_live:
+            _require_confirmed(reader, row, token)
+        else:
+            fields |= {"awaited_sequence": 0, "awaited_since": None}
+        FeedReader.objects.update_or_create(pk=reader_id, defaults=fields)
         alive = {"seen_at": Now(), "staleness_ms": _staleness_ms(token), "stopped_at": None}
         Verifier.objects.update_or_create(
             pk=reader_id, defaults=alive, create_defaults={**alive, "entry_point": ENTRY_POINT, "started_at": Now()}
@@ -240,7 +253,8 @@ def _register(service: Service, reader_id: str, token: ServiceToken, now: dateti
             reporter.filter(stopped_at__isnull=False).update(flushed_through_at=now)
             reporter.update(stopped_at=None, lost_at=None)
         else:
-            register_reporter(reader_id, service.scope.environments, {}, now)
+            scope = service.scope
+            register_reporter(reader_id, scope.environments, {}, now, merchants=scope.merchants)
     return was_live
 
 
@@ -257,12 +271,16 @@ def _require_room(service: Service, reader_id: str, token: ServiceToken) -> None
         )
 
 
-def _renew(service: Service, reader_id: str, token: ServiceToken, after: int) -> None:
-    """Record that the reader is alive. Call it before the poll. Raises CursorExpiredError, StateConflictError."""
+def _renew(service: Service, reader_id: str, token: ServiceToken, after: int) -> int:
+    """Record that the reader is alive; return its confirmed sequence. Call it before the poll.
+
+    Raises CursorExpiredError, StateConflictError.
+    """
     reader = FeedReader.objects.filter(pk=reader_id).first()
     row = Verifier.objects.filter(pk=reader_id, stopped_at__isnull=True).annotate(now=Now()).first()
     if reader is None or row is None or not row.confirmed_sequence <= after <= reader.offered_sequence:
         raise CursorExpiredError("The reader is unknown, or fell behind. Start again with an empty memory.")
+    _require_confirmed(reader, row, token)
     if row.now - row.seen_at >= timedelta(seconds=token.max_staleness_seconds / 4):
         with transaction.atomic():
             if not _is_live(row):
@@ -271,6 +289,31 @@ def _renew(service: Service, reader_id: str, token: ServiceToken, after: int) ->
             alive = {"seen_at": Now(), "staleness_ms": _staleness_ms(token)}
             if not Verifier.objects.filter(pk=reader_id, stopped_at__isnull=True).update(**alive):
                 raise CursorExpiredError("The reader was forgotten meanwhile. Start again with an empty memory.")
+    return int(row.confirmed_sequence)
+
+
+def _await_confirmation(reader_id: str, sequence: int) -> None:
+    """Note since when the reader owes the confirmation of a sequence, unless it owes that of an earlier one."""
+    confirmed = Verifier.objects.filter(pk=reader_id).values("confirmed_sequence")
+    # A later sequence that was offered meanwhile counts from the read that finds the earlier one confirmed.
+    FeedReader.objects.filter(pk=reader_id, awaited_sequence__lte=Subquery(confirmed)).update(
+        awaited_sequence=sequence, awaited_since=Now()
+    )
+
+
+def _require_confirmed(reader: FeedReader | None, row: Any, token: ServiceToken) -> None:
+    """Raise CursorExpiredError if the reader owes a confirmation for longer than its bound.
+
+    `row`: as for `_is_live`, read after the reader.
+    """
+    bound = timedelta(seconds=token.max_staleness_seconds)
+    if reader is None or reader.awaited_since is None or reader.awaited_sequence <= row.confirmed_sequence:
+        return
+    if row.now - reader.awaited_since > bound:
+        raise CursorExpiredError(
+            f"The reader has not confirmed the sequence {reader.awaited_sequence} for {bound.seconds} seconds. Start "
+            "again with an empty memory. Repeat the registration until receipts no longer wait for the reader."
+        )
 
 
 def _is_live(row: Any) -> bool:

@@ -169,10 +169,12 @@ class RemoteFollower(BackgroundThread):
         """Read half a round trip after the first thread, so that one of them is mostly waiting at the service."""
         stop = self._stop
         while not stop.is_set():
+            if self._after is None:
+                stop.wait(_REGISTERING_PAUSE_SECONDS)
+                continue
             self._try_read(is_first=False)
             offset = min(self._round_trip / 2, _MAX_OFFSET_SECONDS)
-            pause = self._first_sent_at + offset - time.monotonic()
-            stop.wait(_REGISTERING_PAUSE_SECONDS if self._after is None else max(0.0, pause))
+            stop.wait(max(0.0, self._first_sent_at + offset - time.monotonic()))
 
     def _end(self) -> None:
         """Allow nothing from memory from now on. A reply that is still in flight is ignored."""
@@ -197,7 +199,8 @@ class RemoteFollower(BackgroundThread):
         try:
             self.read_once(is_first=is_first)
         except CentralRefusedError as error:
-            if error.code == ErrorCode.CURSOR_EXPIRED:
+            # A registration is refused, too, while receipts wait for this reader and a confirmation of it is overdue.
+            if error.code == ErrorCode.CURSOR_EXPIRED and self._after is not None:
                 _log.warning("the change feed is read again from its end, with an empty memory")
                 self.start_again()
             else:

@@ -25,15 +25,12 @@ from keyvault.domain.revocation import RevocationReason, state_after
 from keyvault.models import Change, Credential, Key, KeyUse, Material, Merchant, MerchantStatus
 from keyvault.services.limits.limiter import spend_repeat
 from keyvault.services.peppers.ring import load_peppers
-from keyvault.services.recording.changes import notify_host
+from keyvault.services.recording.changes import notify_host, notify_host_again
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import Record, recorded
 from keyvault.services.work.row_turns import batch_after
 
 _ENGINE = frozenset({P.ISSUANCE_EXECUTE, P.ROTATIONS_ADVANCE})
-_MAX_STALENESS = timedelta(minutes=1)
-"""Maximum age of a verdict that a verifier may still serve; an upper bound of `KEYVAULT_MAX_STALENESS`."""
-
 _REVOKE = frozenset({P.KEYS_REVOKE, P.MERCHANTS_OFFBOARD, *_ENGINE})
 
 MAX_VERIFYING = 2
@@ -183,8 +180,8 @@ def revoke_own_key(grant: Grant, key: Key) -> int:
             is_repeat = key.state in ended
             if not is_repeat:
                 _report_compromise(grant, key)
-    if is_repeat and (key.compromised_at is None or grant.at - key.compromised_at < _MAX_STALENESS):
-        notify_host([key.alters()])  # as in `_revoke`; not needed once all older verdicts are too old to be served
+    if is_repeat:
+        notify_host_again(key.alters(), key.compromised_at, grant.at)
     return last_sequence(key)
 
 

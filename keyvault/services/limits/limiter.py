@@ -238,9 +238,10 @@ def account_buckets(
 
 
 def spend_repeat(key_id: str, name: str = "repeat") -> None:
-    """Count one operation of the proved holder of the key that adds permanent rows. Raises RateLimitedError.
+    """Count one operation against the limit of the key: a repeated revocation, or one that adds permanent rows.
 
-    `name`: of the bucket. Each kind of operation has its own; "repeat" is that of repeated revocations.
+    `name`: of the bucket. Each kind of operation has its own; "repeat" is that of the key's own revocation. Raises
+    RateLimitedError.
     """
     bucket = Bucket(name, f"kv:limit:{{{name}:{key_id}}}:{REPEAT_LIMIT}", REPEAT_LIMIT)
     spend = limiter().spend([bucket], 1)

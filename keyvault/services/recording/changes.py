@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -52,6 +52,9 @@ MAX_ROWS = 10_000
 
 OVERLAP = 64
 """Number of the latest sequences that each poll reads again, to check that their rows still exist."""
+
+_MAX_STALENESS = timedelta(minutes=1)
+"""Maximum age of a verdict that a verifier may still serve; an upper bound of `KEYVAULT_MAX_STALENESS`."""
 
 _LOCK = (0x4B_56, 0x66_65_65_64)
 _HOLD = """
@@ -116,6 +119,16 @@ def notify_host(subjects: Collection[Subject]) -> None:
         _log.critical(
             "could not notify this host's processes of a change; they read it from the change feed", exc_info=True
         )
+
+
+def notify_host_again(subject: Subject, changed_at: datetime | None, now: datetime) -> None:
+    """Notify the processes of this host of a repeated revocation: the first notification may have been lost.
+
+    Not once every verdict from before the revocation is too old to be served, because a notification costs each
+    verifier work. `changed_at`: time of the revocation; None: unknown. Never raises.
+    """
+    if changed_at is None or now - changed_at < _MAX_STALENESS:
+        notify_host([subject])
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -15,8 +15,9 @@ from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError
 from keyvault.domain.keystring import STRING_SCOPE, StringKind, mint_keystring
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import Account, CustomerToken, Key
+from keyvault.services.limits.limiter import spend_repeat
 from keyvault.services.peppers.ring import load_peppers
-from keyvault.services.recording.changes import notify_host
+from keyvault.services.recording.changes import notify_host_again
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.work.deletion import delete_batch
 
@@ -75,22 +76,28 @@ def forget_expired_tokens(now: datetime) -> int:
 
 
 def revoke_customer_token(grant: Grant, account: Account, token_id: str) -> None:
-    """Revoke a token permanently. Idempotent. Raises NotFoundError for a token that is not the account's."""
+    """Revoke a token permanently. Idempotent.
+
+    A repeat counts against a limit of the key that issued the token. Raises NotFoundError for a token that is not the
+    account's, RateLimitedError after too many repeats.
+    """
     with transaction.atomic():
         token: CustomerToken | None = (
             CustomerToken.objects.select_for_update().filter(account=account, token_id=token_id).first()
         )
         if token is None:
             raise NotFoundError
-        if token.revoked_at is not None:
-            notify_host([token.alters()])  # the first response may have been lost after the commit
-            return
-        with recorded(
-            grant,
-            Permission.CUSTOMER_TOKENS_WRITE,
-            "customer_token.revoked",
-            account=account,
-            token_id=token.token_id,
-            customer_id=token.customer_id,
-        ):
-            token.compare_and_swap(revoked_at=grant.at)
+        revoked_at = token.revoked_at
+        if revoked_at is None:
+            with recorded(
+                grant,
+                Permission.CUSTOMER_TOKENS_WRITE,
+                "customer_token.revoked",
+                account=account,
+                token_id=token.token_id,
+                customer_id=token.customer_id,
+            ):
+                token.compare_and_swap(revoked_at=grant.at)
+    if revoked_at is not None:
+        spend_repeat(token.issued_with_id, "customer_token_repeats")
+        notify_host_again(token.alters(), revoked_at, grant.at)

@@ -3,7 +3,7 @@
 A key counts as silent only for times that every reporter covers. Each process that verifies keys is a reporter. It
 writes its counts together with a watermark: the time up to which the counts are complete. If a reporter is killed,
 another process of its host writes the unreported uses from a file. Without that file the reporter is marked lost, and
-any wait for silence in the environments that it served restarts from that moment.
+any wait for silence of the keys that it may have verified restarts from that moment.
 
 A reporter uses its own host's clock, and the engine compares it with the engine's clock. Clocks must agree within
 LOST_AFTER, as NTP ensures. A reporter whose clock differs by more, in either direction, is marked lost on every check.
@@ -334,9 +334,15 @@ def _add(counts: dict[Use, Uses], row: Uses) -> None:
 
 
 def register_reporter(
-    reporter_id: str, environments: Collection[str], peppers: Mapping[str, int], now: datetime, *, report: int = 0
+    reporter_id: str,
+    environments: Collection[str],
+    peppers: Mapping[str, int],
+    now: datetime,
+    *,
+    merchants: Collection[str] | None = None,
+    report: int = 0,
 ) -> None:
-    """Register a process that reports uses. `environments`: those whose keys it verifies."""
+    """Register a process that reports uses. It verifies keys of the merchants (None: all) in the environments."""
     UsageReporter.objects.create(
         reporter_id=reporter_id,
         started_at=now,
@@ -344,6 +350,7 @@ def register_reporter(
         report=report,
         peppers=peppers,
         environment=next(iter(environments)) if len(environments) == 1 else "",
+        merchants="" if merchants is None else f",{','.join(sorted(merchants))},",
     )
 
 
@@ -769,7 +776,7 @@ the part before it.
 class Observation:
     """The time up to which every live reporter has reported (None: no live reporter), and when one was last lost.
 
-    Reporters that verify no keys of the environment in question do not count.
+    Reporters that verify no keys of the merchant and the environment in question do not count.
     """
 
     through: datetime | None
@@ -789,9 +796,10 @@ def note_lost(now: datetime) -> None:
         _log.warning("usage reporters are lost, or their clocks differ", extra={"count": count})
 
 
-def observe(now: datetime, environment: Environment) -> Observation:
+def observe(now: datetime, merchant_id: str, environment: Environment) -> Observation:
     """Return the observation. Reads only. It never extends past `now`, whatever a reporter's clock shows."""
-    reporters = UsageReporter.objects.filter(environment__in=("", environment))
+    has_merchant = Q(merchants="") | Q(merchants__contains=f",{merchant_id},")
+    reporters = UsageReporter.objects.filter(has_merchant, environment__in=("", environment))
     seen = reporters.aggregate(through=Min("flushed_through_at", filter=_LIVE), lost_at=Max("lost_at"))
     return Observation(None if seen["through"] is None else min(seen["through"], now), seen["lost_at"])
 

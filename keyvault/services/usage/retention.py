@@ -161,8 +161,8 @@ def forget_old(now: datetime) -> int:
     long_ago = now - _GONE_KEPT_FOR
     UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
     lost = UsageReporter.objects.filter(lost_at__isnull=False)
-    for environment, last_at in lost.values_list("environment").annotate(at=Max("lost_at")):
-        lost.filter(environment=environment, lost_at__lt=min(long_ago, last_at)).delete()
+    for environment, merchants, last_at in lost.values_list("environment", "merchants").annotate(at=Max("lost_at")):
+        lost.filter(environment=environment, merchants=merchants, lost_at__lt=min(long_ago, last_at)).delete()
     return deleted
 
 

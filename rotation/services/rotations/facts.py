@@ -44,7 +44,9 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
     stage, replacement = rotation.stage, rotation.replacement
     groups = {group for group, stages in READ_IN.items() if stage in stages}
     retiring = replacement if stage is RotationState.ROLLING_BACK else rotation.predecessor
-    observed = observe(now, rotation.credential.environment) if FactGroup.OBSERVATION in groups else _NOT_OBSERVED
+    account, environment = rotation.credential.account, rotation.credential.environment
+    is_observed = FactGroup.OBSERVATION in groups
+    observed = observe(now, account.merchant_id, environment) if is_observed else _NOT_OBSERVED
     keys = [key.key_id for key in (rotation.predecessor, replacement) if key is not None]
     last_uses = find_last_of_keys(keys) if FactGroup.LAST_USES in groups else {}
     unconfirmed = list_unconfirmed(replacement) if replacement and FactGroup.ACCEPTANCE in groups else None
@@ -61,7 +63,7 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         deadline=rotation.deadline_at,
         retire_at=rotation.retire_at,
         stalled_from=None if rotation.stalled_from is None else RotationState(rotation.stalled_from),
-        has_left=rotation.credential.account.merchant.status == MerchantStatus.OFFBOARDED,
+        has_left=account.merchant.status == MerchantStatus.OFFBOARDED,
         has_approval=FactGroup.APPROVAL not in groups or _is_approved(rotation),
         approval_expires_at=rotation.approval_expires_at,
         is_accepted=unconfirmed == [] and replacement is not None and replacement.state == KeyState.ACTIVE,

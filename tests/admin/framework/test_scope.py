@@ -421,11 +421,12 @@ def test_scope_changes_nothing_of_the_installation(desk: Desk, page: str) -> Non
     assert address(page) not in text_of(client.get("/admin/"))
 
 
-def test_scope_explanation_knows_no_key_of_another_merchant(desk: Desk) -> None:
+@pytest.mark.parametrize("environment", [SANDBOX, PRODUCTION])
+def test_scope_explanation_knows_no_key_of_another_merchant(desk: Desk, environment: str) -> None:
     make_merchant("globex")
     key, _ = issue(desk.sandbox)
     client, page = browser(limited(GLOBEX)), address("explain")
-    described = {"environment": "sandbox", "endpoint": "orders.create"}
+    described = {"environment": environment, "endpoint": "orders.create"}
     texts = [text_of(client.post(page, {**described, "key_id": each})) for each in (str(key.pk), "A" * 16)]
     assert "no key with this id exists" in texts[0]
     assert comparable(texts[0], key.pk) == comparable(texts[1], "A" * 16)

@@ -32,6 +32,7 @@ class FeedService:
         seconds_ahead: how far the service's clock is ahead of this machine's.
         sends_date: whether answers have a date.
         expires_at: of all keys.
+        refused_registrations: number of registrations that are refused first.
         cut: paths whose requests are not processed. `lost`: paths of which one answer each is lost, after its effect.
     """
 
@@ -42,6 +43,7 @@ class FeedService:
         self.changes: list[dict[str, Any]] = []
         self.sequence = 10
         self.registrations = 0
+        self.refused_registrations = 0
         self.is_reader_known = False
         self.receipt = threading.Event()
         self.reports: dict[int, dict[str, Any]] = {}
@@ -116,6 +118,9 @@ class FeedService:
     def _get_v1_changes(self, query: dict[str, str], body: dict[str, Any]) -> tuple[int, Any]:
         waited = 0.0
         if "after" not in query:
+            if self.refused_registrations:
+                self.refused_registrations -= 1
+                return 410, {"code": "cursor_expired"}
             self.registrations += 1
             self.is_reader_known, changes = True, []
         else:

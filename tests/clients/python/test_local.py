@@ -142,6 +142,22 @@ def test_local_starts_again_when_the_service_has_forgotten_it(verifier: LocalVer
     until(lambda: not verifier.verify(question()).allowed)
 
 
+def test_local_repeats_a_refused_registration_after_a_pause(
+    verifier: LocalVerifier, service: FeedService, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The service refuses it while receipts still wait for the reader. Meanwhile the service decides every request."""
+    warm(verifier, service)
+    with service.lock:
+        service.is_reader_known = False
+        service.refused_registrations = 2
+        service.lock.notify_all()
+    until(lambda: service.refused_registrations == 1)
+    assert not is_local(verifier, service, question())
+    warm(verifier, service)
+    assert service.registrations == 2
+    assert "the change feed cannot be read" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["credential", "account", "merchant", "something_new"])
 def test_local_reads_keys_again_after_a_change_above_them(
     verifier: LocalVerifier, service: FeedService, kind: str

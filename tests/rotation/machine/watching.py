@@ -261,7 +261,7 @@ class Watcher:
 
         Return whether all have moved or are waived; then a lost verifier does not matter.
         """
-        through = observe(LATEST, self.world.variant.environment).through
+        through = observe(LATEST, "acme", self.world.variant.environment).through
         waived = self._waived(rotation)
         used: dict[str, dict[str, list[datetime]]] = {rotation.predecessor_id: {}, rotation.replacement_id or "": {}}
         for use in self.world.uses:
@@ -318,7 +318,7 @@ class Watcher:
 
         `sources`: of attempts; only those since the start count.
         """
-        seen = observe(LATEST, self.world.variant.environment)
+        seen = observe(LATEST, "acme", self.world.variant.environment)
         self.require(seen.through is not None, "4: silence without an observation")
         assert seen.through is not None
         self.require(began_at + period <= seen.through, "4: not a whole period was observed")

@@ -1,8 +1,10 @@
 """A regional verifier's follower: what it applies, when it confirms, and for how long the memory may decide."""
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -199,6 +201,40 @@ def test_second_thread_never_registers_the_reader() -> None:
     follower, _ = following(central)
     follower.read_once(is_first=False)
     assert central.calls == []
+
+
+def test_refused_registration_is_repeated_after_pauses() -> None:
+    """The service refuses it while receipts still wait for the reader. The follower must not flood the service."""
+    central = Central(page(7), {}, *[CentralRefusedError(410, "cursor_expired")] * 5, page(9))
+    follower, memory = following(central)
+    follower.read_once()
+    follower.confirm_once()
+    pauses: list[float] = []
+    follower._stop = mock.Mock(wait=pauses.append)
+    for _ in range(5):
+        follower._try_read()
+    assert pauses == [0.0, 0.05, 0.1, 0.2]
+    assert memory.done == [None, None]
+    follower._try_read()
+    assert follower.is_fresh
+
+
+def test_second_thread_ends_no_pause_of_the_first() -> None:
+    """Until the reader is registered, it neither reads nor takes the failure for over."""
+    central = Central(*[CentralRefusedError(410, "cursor_expired")] * 100)
+    follower, _ = following(central)
+    follower._try_read()
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        follower._stop.set()
+
+    follower._stop = mock.Mock(wraps=threading.Event(), wait=wait)
+    follower._read_beside()
+    assert waits == [0.1]
+    assert follower._failures == 1
+    assert len(central.calls) == 1
 
 
 def test_confirmation_under_way_is_not_sent_a_second_time() -> None:

@@ -824,6 +824,14 @@ def test_reconcile_backend_covers_both_environments_and_records_the_host_user(sc
     assert all("host_user" in json.loads(bytes(entry.body))["details"] for entry in entries)
 
 
+def test_reconcile_backend_prints_a_path_without_controls(scene: Scene) -> None:
+    """Guarantee: who can write to the backend does not control the terminal of the operator."""
+    write("nowhere\x1b[2J", {})
+    output = io.StringIO()
+    call_command("reconcile_backend", stdout=output)
+    assert "  unattributed: nowhere\\x1b[2J no credential" in output.getvalue()
+
+
 def test_reconcile_backend_incomplete_exits_with_an_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise BackendUnavailableError("sealed")

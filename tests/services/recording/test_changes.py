@@ -27,12 +27,13 @@ from keyvault.services.recording import changes as feed
 from keyvault.services.recording import transaction as recording
 from keyvault.services.recording.changes import ChangeBatch
 from keyvault.services.recording.host_generation import HostGeneration
+from keyvault.services.tokens.customer_tokens import revoke_customer_token
 from tests.factories import grant, issue, now
 from tests.services.conftest import Scene, make_scene
 from tests.services.racing import TIMEOUT_SECONDS, start
 from tests.services.recording.test_transaction import ACTIONS
 from tests.services.rows import last_ids, written_since
-from tests.services.tokens.test_customer_tokens import holder_of
+from tests.services.tokens.test_customer_tokens import holder_of, token_of
 
 pytestmark = pytest.mark.database
 
@@ -168,6 +169,18 @@ def test_service_revocation_repeated_notifies_only_shortly_after_the_first(
         seen = shared.memory[0]
         allowed = grant(holder_of(issued), P.KEYS_REVOKE_SELF, busy.sandbox, at=now() + later)
         lifecycle.revoke_own_key(allowed, seen_before)
+        assert shared.since(seen) == (shared.memory[0], announced)
+
+
+def test_service_revocation_of_a_customer_token_repeated_notifies_only_shortly_after_the_first(
+    busy: Scene, shared: HostGeneration
+) -> None:
+    key, _ = issue(busy.sandbox)
+    token, _ = token_of(key)
+    for later, announced in ((0, [token.alters()]), (0, [token.alters()]), (2, [])):
+        seen = shared.memory[0]
+        allowed = grant(holder_of(key), P.CUSTOMER_TOKENS_WRITE, busy.sandbox, at=now() + timedelta(minutes=later))
+        revoke_customer_token(allowed, busy.sandbox, token.token_id)
         assert shared.since(seen) == (shared.memory[0], announced)
 
 

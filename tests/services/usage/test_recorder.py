@@ -25,6 +25,7 @@ from keyvault.services.usage.recorder import (
     UsageLog,
     note_lost,
     observe,
+    register_reporter,
 )
 from keyvault.services.usage.reports import find_sources
 from tests.clocks import Clock
@@ -39,7 +40,7 @@ pytestmark = [pytest.mark.database, pytest.mark.django_db]
 def observe_at(now: datetime) -> Observation:
     """Observe as an engine run does."""
     note_lost(now)
-    return observe(now, Environment.SANDBOX)
+    return observe(now, "acme", Environment.SANDBOX)
 
 
 def count_of(key: Key) -> int:
@@ -942,7 +943,27 @@ def test_usage_reporter_that_is_lost_restarts_silence_only_where_it_served(
     log.sink.register(log.reporter_id, clock(), 0)
     at = clock.tick(LOST_AFTER.total_seconds() + 1)
     note_lost(at)
-    found = [observe(at, environment).lost_at for environment in (Environment.SANDBOX, Environment.PRODUCTION)]
+    found = [observe(at, "acme", environment).lost_at for environment in (Environment.SANDBOX, Environment.PRODUCTION)]
+    assert found == [at if lost else None for lost in is_lost]
+
+
+@pytest.mark.parametrize(
+    ("merchants", "is_lost"),
+    [
+        (None, [True, True]),
+        (["acme"], [True, False]),
+        (["globex", "acme"], [True, True]),
+        (["acme-2", "my-acme"], [False, False]),
+        ([], [False, False]),
+    ],
+)
+def test_usage_reporter_that_is_lost_restarts_silence_of_its_merchants_only(
+    clock: Clock, merchants: list[str] | None, is_lost: list[bool]
+) -> None:
+    register_reporter("reader", ["sandbox"], {}, clock(), merchants=merchants)
+    at = clock.tick(LOST_AFTER.total_seconds() + 1)
+    note_lost(at)
+    found = [observe(at, merchant, Environment.SANDBOX).lost_at for merchant in ("acme", "globex")]
     assert found == [at if lost else None for lost in is_lost]
 
 
@@ -954,8 +975,8 @@ def test_usage_silence_ends_at_the_slowest_reporter_of_its_environment(clock: Cl
             reporter_id=name, started_at=NOON, flushed_through_at=through, environment=environment, peppers={}
         )
     at = clock.tick(5)
-    assert observe(at, Environment.SANDBOX).through == NOON + SECOND
-    assert observe(at, Environment.PRODUCTION).through == NOON + 3 * SECOND
+    assert observe(at, "acme", Environment.SANDBOX).through == NOON + SECOND
+    assert observe(at, "acme", Environment.PRODUCTION).through == NOON + 3 * SECOND
 
 
 @pytest.mark.django_db(transaction=True)

@@ -350,16 +350,17 @@ def test_usage_reporters_that_stopped_are_deleted_except_the_last_lost() -> None
     reporter("lost last", lost_at=NOON)
     retention.forget_old(NOON + week + SECOND)
     assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"live", "stopped lately", "lost last"}
-    assert observe(NOON, Environment.SANDBOX).lost_at == NOON
+    assert observe(NOON, "acme", Environment.SANDBOX).lost_at == NOON
 
 
-def test_usage_reporters_of_each_environment_keep_their_last_lost(clock: Clock) -> None:
-    """The last loss of one environment does not concern the other."""
-    losses = {"sandbox": (1, 2), "production": (3, 4), "": (5, 6)}
-    for environment, days in losses.items():
+def test_usage_reporters_of_each_scope_keep_their_last_lost(clock: Clock) -> None:
+    """The last loss of one environment, or of one merchant, does not concern another."""
+    losses = {("sandbox", ""): (1, 2), ("production", ""): (3, 4), ("", ""): (5, 6), ("sandbox", ",acme,"): (7, 8)}
+    for (environment, merchants), days in losses.items():
         for day in days:
-            name, at = f"{environment} {day}", NOON + timedelta(days=day)
-            row = {"started_at": NOON, "flushed_through_at": NOON, "lost_at": at, "environment": environment}
-            UsageReporter.objects.create(reporter_id=name, **row, peppers={})
+            at = NOON + timedelta(days=day)
+            row = {"started_at": NOON, "flushed_through_at": NOON, "lost_at": at}
+            scope = {"environment": environment, "merchants": merchants}
+            UsageReporter.objects.create(reporter_id=str(day), **row, **scope, peppers={})
     retention.forget_old(NOON + timedelta(days=30))
-    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"sandbox 2", "production 4", " 6"}
+    assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"2", "4", "6", "8"}

@@ -90,9 +90,9 @@ def test_uses_of_a_killed_process_are_reported_by_another(clock: Clock, folder: 
     in_killed_child(work)
     clock.tick(LOST_AFTER.total_seconds() + 1)
     note_lost(clock())
-    assert observe(clock(), Environment.PRODUCTION).lost_at is not None
+    assert observe(clock(), "acme", Environment.PRODUCTION).lost_at is not None
     report_dead(clock())
-    assert observe(clock(), Environment.PRODUCTION).lost_at is None
+    assert observe(clock(), "acme", Environment.PRODUCTION).lost_at is None
     assert counts() == {"192.0.2.1": 1, "198.51.100.1": 1}
     assert set(find_sources(key.key_id)) == {"192.0.2.0/24 curl", "198.51.100.0/24 curl"}
     assert not list(folder.iterdir())
@@ -180,7 +180,7 @@ def test_file_that_may_lack_uses_is_deleted_and_its_reporter_lost(
     assert (counts(), list(folder.iterdir())) == ({}, [])
     clock.tick(LOST_AFTER.total_seconds() + 1)
     note_lost(clock())
-    assert observe(clock(), Environment.PRODUCTION).lost_at == clock()
+    assert observe(clock(), "acme", Environment.PRODUCTION).lost_at == clock()
 
 
 @pytest.mark.database

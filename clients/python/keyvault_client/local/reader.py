@@ -101,8 +101,10 @@ class LocalFeedReader:
             except UnexpectedReplyError as error:
                 if error.status == 410:
                     self._memory.forget()
-                    after = None
-                    continue
+                    if after is not None:
+                        after = None
+                        continue
+                # A registration gets 410 while receipts still wait for this reader and its confirmation is overdue.
                 self._pause(error)
             except Exception as error:  # noqa: BLE001  an unreadable change must not end the thread
                 self._memory.forget()
