@@ -281,14 +281,22 @@ class LocalKeystore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._connection() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-            except BaseException:
-                connection.execute("ROLLBACK")
-                raise
-            connection.execute("COMMIT")
+        with self._connection() as connection, write_transaction(connection):
+            yield connection
+
+
+@contextmanager
+def write_transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """Commit at the end, or write nothing. Raises sqlite3.Error."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        # After some errors, such as a full disk, SQLite has rolled back already.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
 def open_lock(folder: Path) -> int:
