@@ -31,7 +31,7 @@ from keyvault.backends.base import (
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import CONNECTION_MODE, Environment
 from keyvault.domain.errors import NotFoundError, StateConflictError
-from keyvault.domain.ids import mint_id
+from keyvault.domain.ids import find_account_id, mint_id
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.provider_connections import connection_path, read_credentials, read_provider
 from keyvault.models import Account, ProviderConnection
@@ -171,7 +171,11 @@ def get_connection(account: Account, provider: str) -> ProviderConnection:
 
 def find_by_path(environment: Environment, path: str) -> ProviderConnection | None:
     """Return the connection that owns a path of the environment's keys mount, even if it is removed."""
-    return _rows().filter(account__environment=environment, backend_path=path).first()
+    account_id = find_account_id(path)
+    if account_id is None:
+        return None
+    # The path has no index, and an account has few connections.
+    return _rows().filter(account_id=account_id, account__environment=environment, backend_path=path).first()
 
 
 def describe_connection(connection: ProviderConnection) -> dict[str, Any]:

@@ -598,6 +598,7 @@ def test_connection_is_found_by_its_path_even_if_removed(scene: Scene) -> None:
     assert find_by_path(SANDBOX, connection.backend_path) == connection
     assert find_by_path(SANDBOX, f"{scene.sandbox.pk}/con_{'0' * 20}") is None
 
+    assert find_by_path(SANDBOX, "written-by-another-program") is None
 
 @pytest.mark.database
 def test_connection_settle_adopts_a_late_write(scene: Scene) -> None:
