@@ -1,8 +1,7 @@
 """Check an archive, and restore it: first the keystore, if this host has none, then the database in one transaction.
 
-The restore neither reads nor writes the revocation log and the anchor of this host. They show afterwards which
-revocations the restored database lacks. It may be killed at any point and run again, with `is_replacing` if the
-database was written.
+The restore does not change the revocation log and the anchor of this host. They show afterwards which revocations the
+restored database lacks. It may be killed at any point and run again, with `is_replacing` if the database was written.
 """
 
 from collections.abc import Iterator
