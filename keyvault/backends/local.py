@@ -77,6 +77,10 @@ CREATE TABLE IF NOT EXISTS master_key_rotation (
 """`master_key_rotation`: one row while a rotation is unfinished: the check of the new key, and the record done last."""
 
 
+class WrongMasterKeyError(ImproperlyConfigured):
+    """The master key is not the one that the keystore was made with."""
+
+
 def parse_master_key(text: str) -> bytes:
     """Decode 32 bytes from base64, either alphabet. Raises ImproperlyConfigured, which does not contain the text."""
     try:
@@ -250,7 +254,7 @@ class LocalKeystore:
             # The file may be of a rotation that was killed before it put the new key in place, or of a refused one.
             is_rotating = self._file.with_name("master.key.new").exists()
             first = "if a rotation of it is unfinished, run again: manage.py rotate_master_key; otherwise "
-            raise ImproperlyConfigured(
+            raise WrongMasterKeyError(
                 f"the master key is not the one that {self._file} was made with; {first if is_rotating else ''}restore "
                 "the right one (KEYVAULT_MASTER_KEY, or master.key beside it)"
             ) from None
@@ -281,14 +285,22 @@ class LocalKeystore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._connection() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-            except BaseException:
-                connection.execute("ROLLBACK")
-                raise
-            connection.execute("COMMIT")
+        with self._connection() as connection, write_transaction(connection):
+            yield connection
+
+
+@contextmanager
+def write_transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """Commit at the end, or write nothing. Raises sqlite3.Error."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        # After some errors, such as a full disk, SQLite has rolled back already.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
 def open_lock(folder: Path) -> int:

@@ -17,7 +17,7 @@ from typing import Final
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from keyvault.backends.base import BackendInvalidError, Mount
+from keyvault.backends.base import BackendInvalidError, BackendUnavailableError, Mount
 from keyvault.backends.local import (
     ALTERED,
     CHECK,
@@ -29,6 +29,7 @@ from keyvault.backends.local import (
     empty_write_ahead_log,
     open_lock,
     parse_master_key,
+    write_transaction,
 )
 from keyvault.domain.errors import StateConflictError
 
@@ -76,12 +77,12 @@ class Rekeying:
         """Record the new key's check. From now on no process opens the keystore before `finish`."""
         nonce = os.urandom(NONCE_BYTES)
         check = nonce, self._new.encrypt(nonce, CHECK, CHECK)
-        with self._transaction():
+        with write_transaction(self._connection):
             self._connection.execute("INSERT INTO master_key_rotation VALUES (1, ?, ?, '', '', 0)", check)
 
     def encrypt_batch(self) -> int:
         """Encrypt the next records again. Return how many; 0: all are done. Raises BackendInvalidError."""
-        with self._transaction():
+        with write_transaction(self._connection):
             rows = self._connection.execute(
                 "SELECT mount, path, version, nonce, sealed FROM records WHERE (mount, path, version) >"
                 " (SELECT mount, path, version FROM master_key_rotation) ORDER BY mount, path, version LIMIT ?",
@@ -129,7 +130,7 @@ class Rekeying:
 
     def finish(self) -> None:
         """Make the new key the keystore's."""
-        with self._transaction():
+        with write_transaction(self._connection):
             self._connection.execute(
                 "UPDATE master_key_check SET (nonce, sealed) = (SELECT nonce, sealed FROM master_key_rotation)"
             )
@@ -140,22 +141,13 @@ class Rekeying:
         row: tuple[bytes, bytes] | None = self._connection.execute(statement).fetchone()
         return row
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._connection.execute("ROLLBACK")
-            raise
-        self._connection.execute("COMMIT")
-
 
 @contextmanager
 def rekeying(folder: Path, old_key: str, new_key: Callable[[], str]) -> Iterator[Rekeying]:
     """Open a folder's keystore exclusively. `new_key` is called after that, so that a refused run makes no key.
 
-    Raises StateConflictError while another process has it open, or if there is none.
+    Raises StateConflictError while another process has it open, or if there is none, and BackendUnavailableError if it
+    cannot be read or written.
     """
     file = folder / KEYSTORE_NAME
     if not file.exists():
@@ -176,6 +168,10 @@ def rekeying(folder: Path, old_key: str, new_key: Callable[[], str]) -> Iterator
             # A keystore of an earlier release lacks the table of the rotation.
             connection.executescript(SCHEMA)
             yield Rekeying(connection, old_key, new_key())
+    except sqlite3.Error as error:
+        raise BackendUnavailableError(
+            "The keystore cannot be written. Run the command again.", internal=f"{file}: {error}"
+        ) from error
     finally:
         os.close(descriptor)
 

@@ -34,3 +34,9 @@ def is_merchant_id(text: str) -> bool:
 
 def is_key_id(text: str) -> bool:
     return _KEY_ID.fullmatch(text) is not None
+
+
+def find_account_id(path: str) -> int | None:
+    """Return the id of the account that a path of the secret backend begins with; None: it begins with none."""
+    first = path.partition("/")[0]
+    return int(first) if first.isascii() and first.isdigit() and len(first) <= 18 else None

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -496,6 +497,23 @@ def test_put_while_the_keystore_is_locked_waits_and_is_unavailable(
         other.execute("ROLLBACK")
     with pytest.raises(BackendMissingError):
         store.read(BOX, "a")
+    assert put(store) == 1
+
+
+def test_put_on_a_full_disk_names_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite then ends the transaction itself, and a second end must not hide why."""
+    store, connect = LocalKeystore(tmp_path), sqlite3.connect
+
+    def connect_to_full(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(*arguments, **options)
+        connection.execute("PRAGMA max_page_count=1")  # which SQLite raises to the present size
+        return connection
+
+    with monkeypatch.context() as full:
+        full.setattr(sqlite3, "connect", connect_to_full)
+        with pytest.raises(BackendUnavailableError) as raised:
+            put(store, "s" * 100_000)
+    assert "disk is full" in raised.value.internal
     assert put(store) == 1
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyvault.domain.ids import Prefix, is_key_id, is_merchant_id, mint_id, mint_key_id
+from keyvault.domain.ids import Prefix, find_account_id, is_key_id, is_merchant_id, mint_id, mint_key_id
 
 from .minting import drawn_from
 
@@ -59,3 +59,16 @@ def test_merchant_id_accepted_is_plain_in_every_place(text: str) -> None:
     if is_merchant_id(text):
         assert set(text) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
         assert text.strip("-") == text
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("7/crd_a", 7), ("7", 7), ("7/con/more", 7), ("9" * 18 + "/a", 10**18 - 1),
+        ("", None), ("/7", None), ("-7/a", None), ("7a/b", None), ("pending/7", None), ("\u0667/a", None),
+        ("9" * 19, None),
+    ],
+)  # fmt: skip
+def test_account_of_a_path_is_its_first_segment(path: str, expected: int | None) -> None:
+    """Whatever another program wrote to the secret backend, the result is an id that a database can compare."""
+    assert find_account_id(path) == expected

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import ssl
 import threading
 import time
@@ -21,6 +22,7 @@ from keyvault.backends.vault.client import open_client
 from keyvault.backends.vault.layout import Layout, VaultRole
 from keyvault.backends.vault.logins import AppRoleLogin
 from keyvault.domain.plaintext import Plaintext
+from keyvault.management.commands import check_vault
 from tests.backends.receivers import TlsServer, make_authority
 from tests.backends.vault.installation import InstalledVault, installed
 from tests.servers.openbao import VaultOnDisk
@@ -45,6 +47,11 @@ def diagnose(*arguments: str) -> Report:
 
 def problems_of(report: Report) -> list[tuple[str, str]]:
     return [(finding["subject"], finding["problem"]) for finding in report["findings"]]
+
+
+def cure_of(report: Report, subject: str) -> str:
+    (cure,) = [finding["cure"] for finding in report["findings"] if finding["subject"] == subject]
+    return str(cure)
 
 
 def list_accessors(made: InstalledVault) -> list[str]:
@@ -363,6 +370,22 @@ def test_check_vault_names_a_secret_id_that_ends_soon(vault_service: InstalledVa
     assert problems_of(diagnose()) == [(name, "Its secret id expires in 2 days.")]
 
 
+@pytest.mark.parametrize(
+    ("content", "mode", "cure"), [("vault:v1:AAAA", 0o640, "run: chmod 600"), ("\n", 0o600, "is empty")]
+)
+def test_check_vault_names_a_file_of_the_master_key_that_cannot_be_used(
+    tmp_path: Path, content: str, mode: int, cure: str
+) -> None:
+    """Guarantee: the remedy repairs the file, and not the Vault, which is in order."""
+    file = tmp_path / "master.key"
+    file.write_text(content)
+    file.chmod(mode)
+    with override_settings(DATA_DIR=tmp_path, MASTER_KEY=""):
+        (finding,) = check_vault._check_master_key()
+    assert cure in finding.remedy
+    assert "Vault" not in finding.remedy
+
+
 # --- files of this host -------------------------------------------------------------------------------------
 
 
@@ -378,6 +401,34 @@ def test_check_vault_names_logins_that_this_host_does_not_need(vault_service: In
     assert {problem for _, problem in problems_of(report)} == {"This host has a login that it does not need."}
     assert f"{vault_service.layout.prefix}-destroyer-production" in {subject for subject, _ in problems_of(report)}
     assert len(report["findings"]) == 23 - (3 * 2 + 3)
+
+
+def test_check_vault_remedy_for_a_login_that_is_not_needed_renews_only_its_role(
+    vault_service: InstalledVault, tmp_path: Path
+) -> None:
+    """Guarantee: the command works as printed, and no other role loses its secret ids."""
+    surplus = vault_service.layout.login(VaultRole.DESTROYER, "production")
+    cure = cure_of(diagnose("--host", "web"), surplus)
+    assert "copy the new files to every host that needs the role" in cure
+    token = tmp_path / "token"
+    token.write_text(vault_service.admin.token)
+    (command,) = re.findall(r"manage\.py (\S[^.]*)\.", cure)
+    places = {"ENVIRONMENT": "production", "FILE": str(token), "FOLDER": str(tmp_path / "new")}
+    call_command(*(places.get(word, word) for word in command.split()), stdout=io.StringIO())
+    [(subject, problem)] = problems_of(diagnose())
+    assert subject == surplus
+    assert problem.startswith("The login is not accepted")
+
+
+@pytest.mark.parametrize("name", ["other-issuer-sandbox", "PREFIX-former-sandbox"])
+def test_check_vault_renews_no_login_for_one_of_another_prefix_or_release(
+    vault_service: InstalledVault, name: str
+) -> None:
+    surplus = name.replace("PREFIX", vault_service.layout.prefix)
+    write_private_file(vault_service.logins / f"{surplus}.token", "text")
+    cure = cure_of(diagnose(), surplus)
+    assert "--renew-logins" not in cure
+    assert f"auth/approle/role/{surplus}" in cure
 
 
 def test_check_vault_checks_only_the_environments_that_this_host_serves(vault_service: InstalledVault) -> None:

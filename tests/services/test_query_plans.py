@@ -36,6 +36,7 @@ from keyvault.services.keys import lifecycle
 from keyvault.services.operators import role_use
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
+from keyvault.services.secrets.provider_connections import find_by_path
 from keyvault.services.sessions import sessions
 from keyvault.services.startup.processes import measure
 from keyvault.services.tokens import customer_tokens
@@ -101,6 +102,13 @@ def test_batch_of_due_rows_is_read_in_the_order_of_its_index(
         (plan,) = explain(partial(list_after, after))
         assert index in plan
         assert "Sort" not in plan
+
+
+def test_connection_is_found_by_its_path_among_those_of_its_account() -> None:
+    """The nightly reconciliation reads one for each path. The cost does not grow with the accounts."""
+    number = account().pk
+    (plan,) = explain(lambda: find_by_path(Environment.SANDBOX, f"{number}/con_0"))
+    assert f"account_id = {number})" in plan
 
 
 def test_list_withdrawn_reads_only_requests_with_a_staged_key() -> None:

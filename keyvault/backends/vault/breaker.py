@@ -53,8 +53,3 @@ class Breaker:
                 jitter = 1 + secrets.randbelow(250) / 1000
                 self._open_until = self.clock() + self._pause * jitter
                 self._pause = min(2 * self._pause, self.max_seconds)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls fail now, for display."""
-        return self._failures >= self.trips_after and self._open_until > self.clock()

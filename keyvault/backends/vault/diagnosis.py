@@ -22,12 +22,13 @@ from keyvault.backends.base import (
     BackendInvalidError,
     BackendMissingError,
 )
-from keyvault.backends.vault.bootstrap import APPROLE, KEPT_VERSIONS, read_path, secrets_options
+from keyvault.backends.vault.bootstrap import APPROLE, KEPT_VERSIONS, list_logins, read_path, secrets_options
 from keyvault.backends.vault.capabilities import list_deviations, list_hosts, wanted_capabilities
 from keyvault.backends.vault.client import VaultServer, open_client
 from keyvault.backends.vault.layout import (
     ENCRYPTION_KEY,
     PEPPER_PATH,
+    SCOPES,
     SIGNING_KEY,
     WRAPPING_KEY,
     Layout,
@@ -43,6 +44,7 @@ from keyvault.backends.vault.remediation import (
     read_refused,
     read_unreachable,
     read_unready,
+    renewal_advice,
     repair_advice,
 )
 from keyvault.domain.digests import Peppers, PepperSet
@@ -141,11 +143,14 @@ class Diagnosis:
                 "folder; change no file before that.",
             )
             return set()
+        roles = {self.layout.login(role, scope): role for role, scope in list_logins(SCOPES)}
         for name in sorted(found - names.keys()):
+            # The command renews only roles of this prefix and release.
+            how = f": {renewal_advice(roles[name])}" if name in roles else f" at auth/{APPROLE}/role/{name}."
             self._find(
                 name,
                 "This host has a login that it does not need.",
-                f"Delete {folder / name}.* here, and destroy its secret id: {BOOTSTRAP} --renew-logins.",
+                f"Delete {folder / name}.* here, and destroy its secret id{how}",
             )
         for name, (role, _) in names.items():
             if name not in _names_in(folder):

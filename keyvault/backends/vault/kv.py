@@ -9,6 +9,7 @@ and the id of the rotation or issuance request). The labels are in the version, 
 import base64
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -99,14 +100,14 @@ class VaultBackend:
 
     def soft_delete(self, mount: Mount, path: str, version: int) -> None:
         scope, engine, place = self._place(mount, path)
-        with _ignore_missing():
+        with suppress(BackendMissingError):
             self.client(VaultRole.RETIRER, scope).call(
                 lambda client: client.secrets.kv.v2.delete_secret_versions(place, [version], mount_point=engine)
             )
 
     def undelete(self, mount: Mount, path: str, version: int) -> None:
         scope, engine, place = self._place(mount, path)
-        with _ignore_missing():
+        with suppress(BackendMissingError):
             self.client(VaultRole.RETIRER, scope).call(
                 lambda client: client.secrets.kv.v2.undelete_secret_versions(place, [version], mount_point=engine)
             )
@@ -116,7 +117,7 @@ class VaultBackend:
     def destroy(self, mount: Mount, path: str, version: int) -> None:
         role = VaultRole.KEEPER if mount is Mount.PEPPERS else VaultRole.DESTROYER
         scope, engine, place = self._place(mount, path)
-        with _ignore_missing():
+        with suppress(BackendMissingError):
             self.client(role, scope).call(
                 lambda client: client.secrets.kv.v2.destroy_secret_versions(place, [version], mount_point=engine)
             )
@@ -136,7 +137,7 @@ class VaultBackend:
 
     def forget(self, mount: Mount, path: str) -> None:
         scope, engine, place = self._place(mount, path)
-        with _ignore_missing():
+        with suppress(BackendMissingError):
             self.client(VaultRole.OFFBOARDER, scope).call(
                 lambda client: client.secrets.kv.v2.delete_metadata_and_all_versions(place, mount_point=engine)
             )
@@ -207,16 +208,6 @@ def read_health(server: VaultServer) -> Health:
     }
     status = 200 if isinstance(answer, dict) else int(answer.status_code)
     return Health(status == 200, details.get(status, f"the secrets manager's health check answers {status}"))
-
-
-class _ignore_missing:  # noqa: N801  read as a statement
-    """Suppress BackendMissingError: a missing version or path need not be deleted."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        return isinstance(error, BackendMissingError)
 
 
 def _require_number(version: int | None, engine: str, place: str) -> None:

@@ -147,8 +147,7 @@ class InterceptedLoginError(BackendDeniedError):
 def _intercepted(name: str, why: str, status: int | None = None) -> InterceptedLoginError:
     return InterceptedLoginError(
         "A wrapped secret id may have been intercepted.",
-        internal=f"{name}: the wrapped secret id is not valid ({why}). Destroy it and create a new one: "
-        "manage.py bootstrap_vault --renew-logins",
+        internal=f"{name}: the wrapped secret id is not valid ({why}). manage.py check_vault says what to do",
         status=status,
     )
 

@@ -31,6 +31,14 @@ def login_advice(options: str) -> str:
     return f"Create one and copy it to this host: {BOOTSTRAP} --logins-folder FOLDER {options}"
 
 
+def renewal_advice(role: str) -> str:
+    """Advise how to replace the secret ids of one role. No other role loses its own."""
+    return (
+        f"{BOOTSTRAP} --logins-folder FOLDER --role {role} --renew-logins. This destroys the role's secret ids on "
+        "all hosts: copy the new files to every host that needs the role."
+    )
+
+
 def read_unreachable(error: BackendError) -> tuple[str, str]:
     """Return the problem of, and the remedy for, a server that cannot be reached."""
     reason = error.internal or error.detail
@@ -70,7 +78,7 @@ def read_refused(name: str, error: BackendError) -> tuple[str, str]:
     if isinstance(error, InterceptedLoginError):
         return reason, (
             "Find out in the server's audit log who unwrapped it. Then destroy every secret id of the role and create "
-            f"a new one: {BOOTSTRAP} --logins-folder FOLDER --role {role} --renew-logins."
+            f"a new one: {renewal_advice(role)}"
         )
     if "CIDR" in reason:
         return "The login is not allowed from this host's address.", f"Run {BOOTSTRAP} --cidr … for each network."
@@ -82,7 +90,7 @@ def read_refused(name: str, error: BackendError) -> tuple[str, str]:
     if isinstance(error, BackendInvalidError) or error.status == 400:
         return (
             "The login is not accepted: the role is missing, or its secret id is wrong, has expired or was destroyed.",
-            f"{BOOTSTRAP} repairs the role. " + login_advice(f"--role {role} --renew-logins"),
+            f"{BOOTSTRAP} repairs the role. Create a new login: {renewal_advice(role)}",
         )
     if error.status == 404:
         return f"The auth method is not set up ({reason}).", repair_advice("it")

@@ -93,7 +93,11 @@ def _check_master_key() -> list[Finding]:
     if not settings.MASTER_KEY and not (settings.DATA_DIR / "master.key").exists():
         return []
     try:
-        unwrap_master_key(read_master_key_text())
+        text = read_master_key_text()
+    except ImproperlyConfigured as error:
+        return [Finding("master key", "Its file cannot be used.", f"{error}.")]
+    try:
+        unwrap_master_key(text)
     except ImproperlyConfigured as error:
         remedy = "Restore the Vault that wrapped it, or the settings of that Vault. No other key opens the keystore."
         return [Finding("master key", f"It cannot be used: {error}.", remedy)]

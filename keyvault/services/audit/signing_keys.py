@@ -4,8 +4,9 @@ from django.conf import settings
 
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
+from keyvault.backends.base import BackendConflictError
 from keyvault.backends.vault.layout import SCOPES, SIGNING_KEY, SecretsEngine
-from keyvault.domain.errors import RequestInvalidError
+from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.services.audit.signers import LocalSigner
 from keyvault.services.peppers.ring import list_served_sets
 from keyvault.services.recording.transaction import recorded
@@ -21,7 +22,7 @@ def rotate_signing_keys(grant: Grant) -> dict[str, int]:
     Raises:
         RequestInvalidError: the keys are in a Vault.
         IntegrityError: a key that has signed checkpoints is gone.
-        BackendConflictError: another run was faster.
+        StateConflictError: another run created a version meanwhile.
         BackendUnavailableError, BackendInvalidError, ImproperlyConfigured: the keystore cannot be used.
     """
     if settings.IS_VAULT:
@@ -33,4 +34,11 @@ def rotate_signing_keys(grant: Grant) -> dict[str, int]:
     signer = LocalSigner(secret_backend())
     with recorded(grant, Permission.INSTALLATION_MAINTAIN, "audit_keys.rotated"):
         pass
-    return {scope.value: signer.rotate(scope) for scope in list_served_sets()}
+    try:
+        return {scope.value: signer.rotate(scope) for scope in list_served_sets()}
+    except BackendConflictError as error:
+        raise StateConflictError(
+            "Another run created a version meanwhile. Run manage.py show_audit_keys; run this again if a scope kept "
+            "its version.",
+            internal=error.internal,
+        ) from error

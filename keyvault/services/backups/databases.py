@@ -83,13 +83,16 @@ def is_database_empty() -> bool:
 @contextmanager
 def _copying_postgres() -> Iterator[tuple[DatabaseFacts, IO[bytes]]]:
     conninfo, password = _read_conninfo()
-    with psycopg.connect(conninfo, password=password) as reader:
-        reader.isolation_level, reader.read_only = IsolationLevel.REPEATABLE_READ, True
-        snapshot = cast("tuple[str]", reader.execute("SELECT pg_export_snapshot()").fetchone())[0]
-        facts = _read_facts(reader)
-        dump = ["pg_dump", "--format=custom", "--no-owner", "--no-privileges", f"--snapshot={snapshot}"]
-        with _running([*dump, f"--dbname={conninfo}"], stdout=subprocess.PIPE) as process:
-            yield facts, cast("IO[bytes]", process.stdout)
+    try:
+        with psycopg.connect(conninfo, password=password) as reader:
+            reader.isolation_level, reader.read_only = IsolationLevel.REPEATABLE_READ, True
+            snapshot = cast("tuple[str]", reader.execute("SELECT pg_export_snapshot()").fetchone())[0]
+            facts = _read_facts(reader)
+            dump = ["pg_dump", "--format=custom", "--no-owner", "--no-privileges", f"--snapshot={snapshot}"]
+            with _running([*dump, f"--dbname={conninfo}"], stdout=subprocess.PIPE) as process:
+                yield facts, cast("IO[bytes]", process.stdout)
+    except psycopg.Error as error:
+        raise DependencyUnavailableError("The database cannot be copied. Try again.", internal=str(error)) from error
 
 
 def _write_postgres(chunks: Iterable[bytes], *, is_replacing: bool) -> None:
@@ -251,8 +254,11 @@ def _write_sqlite(folder: Path, chunks: Iterable[bytes]) -> None:
             # Fails if another process has the file open. The backup API then replaces all pages, or none.
             target.execute("PRAGMA journal_mode=DELETE")
             source.backup(target)
-        except sqlite3.OperationalError as error:
-            raise _in_use_error(str(error)) from error
+        except sqlite3.Error as error:
+            # The low byte is the primary code.
+            if error.sqlite_errorcode & 0xFF in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
+                raise _in_use_error(str(error)) from error
+            raise DependencyUnavailableError("The database cannot be written.", internal=str(error)) from error
 
 
 # --- both ---------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ from contextlib import closing
 from pathlib import Path
 
 from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.backends.backup_archive import ArchiveReader
 from keyvault.backends.base import BackendMissingError, Mount
-from keyvault.backends.local import KEYSTORE_NAME, SCHEMA
+from keyvault.backends.local import KEYSTORE_NAME, SCHEMA, WrongMasterKeyError
 from keyvault.backends.private_files import (
     ensure_private_directory,
     ensure_private_file,
@@ -104,7 +105,14 @@ def extract_keystore(archive: ArchiveReader, name: str, folder: Path, installati
     ensure_private_file(path)
     with path.open("wb") as file:
         archive.extract(name, file)
-    check_keystore(place, installation, peppers)
+    try:
+        check_keystore(place, installation, peppers)
+    except WrongMasterKeyError:
+        # Its text names this folder, which is emptied.
+        raise ImproperlyConfigured(
+            f"the master key of this host (KEYVAULT_MASTER_KEY, or {settings.DATA_DIR / 'master.key'}) is not the one "
+            "of the archive"
+        ) from None
     return path
 
 

@@ -1,8 +1,7 @@
 """Check an archive, and restore it: first the keystore, if this host has none, then the database in one transaction.
 
-The restore neither reads nor writes the revocation log and the anchor of this host. They show afterwards which
-revocations the restored database lacks. It may be killed at any point and run again, with `is_replacing` if the
-database was written.
+The restore does not change the revocation log and the anchor of this host. They show afterwards which revocations the
+restored database lacks. It may be killed at any point and run again, with `is_replacing` if the database was written.
 """
 
 from collections.abc import Iterator
@@ -20,13 +19,12 @@ from keyvault.backends.backup_archive import ArchiveReader
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.releases import RELEASE, parse_release
-from keyvault.domain.revocation_log import Opened
 from keyvault.models import ConsoleSession, Installation, ServiceProcess
 from keyvault.services.backups.backup import DATABASE, KEYSTORE
 from keyvault.services.backups.databases import is_database_empty, write_database
 from keyvault.services.backups.keystores import check_keystore, extract_keystore, has_keystore, install_keystore
 from keyvault.services.backups.work_folder import work_folder
-from keyvault.services.recording.revocation_log import read_lines
+from keyvault.services.recording.revocation_log import find_log_owner
 from keyvault.services.recording.transaction import recorded
 
 
@@ -139,10 +137,10 @@ def _restore_keystore(archive: ArchiveReader, folder: Path) -> str:
 
 def _require_own_log(installation: str) -> None:
     """Raise StateConflictError if this host's revocation log is another installation's: it would hide revocations."""
-    _, opened = next(read_lines(), (0, None))
-    if isinstance(opened, Opened) and opened.installation != installation:
+    owner = find_log_owner()
+    if owner is not None and owner != installation:
         raise StateConflictError(
             f"The revocation log {settings.REVOCATION_LOG} belongs to another installation. Set "
             "KEYVAULT_REVOCATION_LOG (or KEYVAULT_DATA_DIR) to this installation's own.",
-            internal=f"the log belongs to {opened.installation}, the backup to {installation}",
+            internal=f"the log belongs to {owner}, the backup to {installation}",
         )

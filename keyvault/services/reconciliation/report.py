@@ -11,6 +11,7 @@ from keyvault.backends.base import BackendDeniedError
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import Environment
 from keyvault.domain.free_text import clean_text
+from keyvault.domain.ids import find_account_id
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Account, Key, Notice, ProviderConnection
 from keyvault.services.recording.authorization import authorize
@@ -122,11 +123,8 @@ class FindingReporter:
         self._announce(row.account, provider_connections.connection_id(row), row.backend_path, row.backend_version, why)
 
     def _find_account(self, path: str) -> Account | None:
-        first = path.partition("/")[0]
-        if not (first.isascii() and first.isdigit() and len(first) <= 18):
-            return None
         rows = Account.objects.select_related("merchant").filter(environment=self.environment)
-        account: Account | None = rows.filter(pk=int(first)).first()
+        account: Account | None = rows.filter(pk=find_account_id(path)).first()
         return account
 
     def grant(self, account: Account) -> Grant:

@@ -44,6 +44,7 @@ from keyvault.domain.revocation_log import (
     DamagedLineError,
     Ended,
     LogLine,
+    Opened,
     line_bytes,
     parse_line,
 )
@@ -182,6 +183,12 @@ def read_lines(offset: int = 0) -> Iterator[tuple[int, LogLine | None]]:
             if offset > size or not text.endswith(b"\n"):
                 return
             yield offset, _parsed(text)
+
+
+def find_log_owner() -> str | None:
+    """Return the installation that this host's log belongs to, by its first line; None without one. Raises OSError."""
+    _, line = next(read_lines(), (0, None))
+    return line.installation if isinstance(line, Opened) else None
 
 
 def find_progress_line() -> int:

@@ -26,6 +26,7 @@ from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.revocation_log import (
     any_account,
     create_revocation_log,
+    find_log_owner,
     host_name,
     read_lines,
 )
@@ -166,9 +167,9 @@ def preview_replay(more: Iterable[Ended] = ()) -> ReplayPreview:
 
 def _require_own_log() -> None:
     """Raise StateConflictError if the log's first line names another installation."""
-    _, opened = next(read_lines(), (0, None))
-    if isinstance(opened, Opened) and opened.installation != installation_id():
-        raise StateConflictError(format_foreign_log(opened.installation))
+    owner = find_log_owner()
+    if owner is not None and owner != installation_id():
+        raise StateConflictError(format_foreign_log(owner))
 
 
 def format_foreign_log(theirs: str) -> str:

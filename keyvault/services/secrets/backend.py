@@ -8,7 +8,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from keyvault.backends.base import BackendInvalidError, Mount, SecretBackend
 from keyvault.backends.local import LocalKeystore
-from keyvault.backends.private_files import read_private_file
+from keyvault.backends.private_files import read_master_key_file
 from keyvault.backends.vault import transit
 from keyvault.backends.vault.client import VaultServer
 from keyvault.backends.vault.kv import VaultBackend
@@ -32,7 +32,7 @@ def secret_backend() -> SecretBackend:
 
 def read_master_key_text() -> str:
     """Return this host's master key, or the wrapped one. Raises ImproperlyConfigured if its file cannot be used."""
-    return settings.MASTER_KEY or read_private_file(settings.DATA_DIR / "master.key")
+    return settings.MASTER_KEY or read_master_key_file(settings.DATA_DIR / "master.key")
 
 
 def open_keystore(folder: Path, master_key_text: str) -> LocalKeystore:

@@ -67,7 +67,9 @@ def rotate_master_key(
             second factors cannot be decrypted. Unless a run was begun, nothing was changed.
         BackendInvalidError: a record was altered. Unless a run was begun, nothing was changed.
         ImproperlyConfigured: a key file is missing, malformed, or others may read it, or cannot be unwrapped.
-        BackendUnavailableError, BackendDeniedError: a key is wrapped, and the Vault does not answer or refuses.
+        BackendUnavailableError: the keystore cannot be read or written, or a key is wrapped and the Vault does not
+            answer.
+        BackendDeniedError: a key is wrapped, and the Vault refuses.
     """
     _require_local(new_key_file, should_wrap)
     current, made = settings.DATA_DIR / "master.key", settings.DATA_DIR / "master.key.new"

@@ -24,6 +24,7 @@ from keyvault.backends.base import (
     BackendConflictError,
     BackendMissingError,
     BackendUnavailableError,
+    Mount,
     StoredSecret,
     StoredVersion,
     VersionState,
@@ -31,7 +32,7 @@ from keyvault.backends.base import (
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.environments import CONNECTION_MODE, Environment
 from keyvault.domain.errors import NotFoundError, StateConflictError
-from keyvault.domain.ids import mint_id
+from keyvault.domain.ids import find_account_id, mint_id
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.provider_connections import connection_path, read_credentials, read_provider
 from keyvault.models import Account, ProviderConnection
@@ -100,7 +101,7 @@ def settle_connection(grant: Grant, connection: ProviderConnection) -> None:
     stored = _find_stored(connection)
     if stored is not None and stored.version < (connection.backend_version or 0):
         # The backend was restored from a backup: its old credentials must not become current.
-        raise ForeignWriterError(connection.backend_path, stored.version)
+        raise ForeignWriterError(*_location(connection), stored.version)
     if stored is not None and stored.version != connection.backend_version:
         _note_stored(grant, connection, stored.version)
     destroyed = [] if stored is None else _destroy_before(connection, stored.version)
@@ -119,7 +120,7 @@ def forget_connection(grant: Grant, connection: ProviderConnection) -> None:
     """
     if connection.removed_at is None:
         raise StateConflictError("Only a removed connection can be erased.")
-    mount, path = MOUNT[Environment(connection.account.environment)], connection.backend_path
+    mount, path = _location(connection)
     foreign: ForeignWriterError | None = None
     ours = []
     for version in secret_backend().versions(mount, path):
@@ -171,7 +172,11 @@ def get_connection(account: Account, provider: str) -> ProviderConnection:
 
 def find_by_path(environment: Environment, path: str) -> ProviderConnection | None:
     """Return the connection that owns a path of the environment's keys mount, even if it is removed."""
-    return _rows().filter(account__environment=environment, backend_path=path).first()
+    account_id = find_account_id(path)
+    if account_id is None:
+        return None
+    # The path has no index, and an account has few connections.
+    return _rows().filter(account_id=account_id, account__environment=environment, backend_path=path).first()
 
 
 def describe_connection(connection: ProviderConnection) -> dict[str, Any]:
@@ -236,13 +241,12 @@ def _write(grant: Grant, connection: ProviderConnection, text: Plaintext) -> Pro
 
 def _store(connection: ProviderConnection, text: Plaintext) -> int:
     """Write the credentials as the next version and return its number. Never overwrites a concurrent write."""
-    environment = Environment(connection.account.environment)
-    mount, path = MOUNT[environment], connection.backend_path
+    mount, path = _location(connection)
     write_id = secrets.token_hex(16)
     labels = {
         "connection_id": connection_id(connection),
         "provider": connection.provider,
-        "environment": environment.value,
+        "environment": connection.account.environment,
         "mode": str(connection.mode),
         "write_id": write_id,
     }
@@ -285,13 +289,13 @@ def _note_stored(grant: Grant, connection: ProviderConnection, version: int) -> 
 
 def _find_stored(connection: ProviderConnection, version: int | None = None) -> StoredSecret | None:
     """Return the newest version or the given one; None when it is not readable. Raises ForeignWriterError."""
-    mount, path = MOUNT[Environment(connection.account.environment)], connection.backend_path
+    mount, path = _location(connection)
     try:
         stored = secret_backend().read(mount, path, version)
     except BackendMissingError:
         return None
     if stored.labels.get("connection_id") != connection_id(connection):
-        raise ForeignWriterError(f"{mount}/{path}", stored.version)
+        raise ForeignWriterError(mount, path, stored.version)
     return stored
 
 
@@ -305,13 +309,13 @@ def _is_ours(connection: ProviderConnection, version: StoredVersion) -> bool:
     if _find_stored(connection, version.version) is not None:
         return True
     if version.version != connection.backend_version:
-        raise ForeignWriterError(connection.backend_path, version.version)
+        raise ForeignWriterError(*_location(connection), version.version)
     return True
 
 
 def _destroy_before(connection: ProviderConnection, newest: int) -> list[JsonValue]:
     """Destroy every version of this connection before `newest` and return their numbers."""
-    mount, path = MOUNT[Environment(connection.account.environment)], connection.backend_path
+    mount, path = _location(connection)
     destroyed: list[JsonValue] = []
     for version in secret_backend().versions(mount, path):
         is_older = version.version < newest and version.state is not VersionState.DESTROYED
@@ -319,6 +323,10 @@ def _destroy_before(connection: ProviderConnection, newest: int) -> list[JsonVal
             secret_backend().destroy(mount, path, version.version)
             destroyed.append(version.version)
     return destroyed
+
+
+def _location(connection: ProviderConnection) -> tuple[Mount, str]:
+    return MOUNT[Environment(connection.account.environment)], connection.backend_path
 
 
 def _rows() -> QuerySet[ProviderConnection]:

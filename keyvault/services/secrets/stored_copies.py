@@ -56,10 +56,10 @@ _PURPOSE_LABELS = {"rot": "rotation_id", "req": "issuance_request_id"}
 class ForeignWriterError(StateConflictError):
     """The credential's path holds a version that Keyvault did not write. It is never overwritten."""
 
-    def __init__(self, path: str, version: int) -> None:
+    def __init__(self, mount: Mount, path: str, version: int) -> None:
         super().__init__(
             "The secret backend holds a value at this credential's path that Keyvault did not write.",
-            internal=f"version {version} at {path} was not written by Keyvault",
+            internal=f"version {version} at {mount}/{path} was not written by Keyvault",
         )
 
 
@@ -136,7 +136,7 @@ def find_stored(credential: Credential) -> StoredSecret | None:
     except BackendMissingError:
         return None
     if stored.labels.get("credential_id") != credential.credential_id:
-        raise ForeignWriterError(f"{mount}/{path}", stored.version)
+        raise ForeignWriterError(mount, path, stored.version)
     return stored
 
 
@@ -146,10 +146,10 @@ def read_string(key: Key) -> Plaintext:
         raise BackendMissingError("The key is in quarantine. Its secret cannot be read until it is resumed.")
     if key.material not in {Material.HELD, Material.DELETE_DUE, Material.RESTORE_DUE} or key.backend_version is None:
         raise BackendMissingError("The secret is no longer stored.")
-    credential = key.credential
-    stored = secret_backend().read(MOUNT[credential.environment], credential.backend_path, key.backend_version)
+    mount, path = _location(key)
+    stored = secret_backend().read(mount, path, key.backend_version)
     if stored.labels.get("key_id") != key.key_id:
-        raise ForeignWriterError(credential.backend_path, stored.version)
+        raise ForeignWriterError(mount, path, stored.version)
     return stored.secret
 
 

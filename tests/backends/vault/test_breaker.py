@@ -27,7 +27,6 @@ def tripped(time: Time) -> Breaker:
 def test_breaker_opens_after_consecutive_failures() -> None:
     breaker = tripped(Time())
     assert FIRST_SECONDS <= breaker.seconds_left() <= FIRST_SECONDS * JITTER
-    assert breaker.is_open
 
 
 def test_breaker_failures_with_a_success_between_them_leave_it_closed() -> None:
@@ -37,7 +36,6 @@ def test_breaker_failures_with_a_success_between_them_leave_it_closed() -> None:
             breaker.failed()
         breaker.succeeded()
     assert breaker.seconds_left() == 0
-    assert not breaker.is_open
 
 
 def test_breaker_permits_one_trial_after_the_pause() -> None:

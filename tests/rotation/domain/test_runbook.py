@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 
+from keyvault.backends.base import Mount
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind
 from keyvault.services.secrets.stored_copies import ForeignWriterError
@@ -75,7 +76,8 @@ def test_runbook_has_an_entry_for_a_window_that_never_opens() -> None:
 
 
 def test_runbook_has_entries_for_stalls_of_the_worker() -> None:
-    assert find_stall(ForeignWriterError("a/path", 3).detail).title == ("The secret backend holds an unknown version")
+    foreign = ForeignWriterError(Mount.SANDBOX, "a/path", 3)
+    assert find_stall(foreign.detail).title == "The secret backend holds an unknown version"
     assert find_stall("the secret backend denies access: no").title == "The secret backend denies access"
     assert find_stall("a step kept failing: permission denied").title == "A step kept failing"
     assert find_stall("something unforeseen") is UNKNOWN

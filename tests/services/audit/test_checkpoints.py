@@ -26,7 +26,7 @@ from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
 from keyvault.backends import meters
 from keyvault.backends.base import BackendUnavailableError, Mount
-from keyvault.backends.local import KEYSTORE_NAME
+from keyvault.backends.local import KEYSTORE_NAME, LocalKeystore
 from keyvault.backends.vault.layout import SecretsEngine
 from keyvault.domain.audit import Break, entry_bytes, entry_hash
 from keyvault.domain.audit_records import gather_kept, parse_record, record_line
@@ -592,6 +592,25 @@ def test_rotated_local_keys_verify_earlier_checkpoints_and_sign_no_later_ones(
         with pytest.raises(CommandError, match="signs the audit log is gone"):
             call("rotate_audit_keys")
         with override_settings(IS_VAULT=True), pytest.raises(CommandError, match="the Vault, which rotates them"):
+            call("rotate_audit_keys")
+
+
+@pytest.mark.sqlite
+def test_second_of_two_rotations_of_the_local_keys_says_what_to_do(
+    db: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_keystore(tmp_path):
+        call("rotate_audit_keys")
+        list_versions = LocalKeystore.versions
+
+        def list_before_another_run(*arguments: Any) -> Any:
+            found = list_versions(*arguments)
+            monkeypatch.undo()
+            call("rotate_audit_keys")
+            return found
+
+        monkeypatch.setattr(LocalKeystore, "versions", list_before_another_run)
+        with pytest.raises(CommandError, match=r"show_audit_keys; run this again if a scope kept its version"):
             call("rotate_audit_keys")
 
 

@@ -225,7 +225,9 @@ def drill_on_a_new_host(drill: Drill, *, by_export: bool) -> None:
     master_key = drill.data(new) / "master.key"
     master_key.touch(mode=0o600)
     master_key.write_text("A" * 43 + "=")
-    assert "master key is not the one" in drill.restore(new).stderr
+    refused = drill.restore(new)
+    assert f"{master_key}) is not the one of the archive" in refused.stderr
+    assert "backup-work" not in refused.stderr
     assert not (drill.data(new) / "keystore.sqlite3").exists()
     master_key.write_text((drill.data(host) / "master.key").read_text())
 

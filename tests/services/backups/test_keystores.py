@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.core.exceptions import ImproperlyConfigured
 
+from keyvault.backends.backup_archive import ArchiveReader, writing_archive
 from keyvault.backends.base import BackendMissingError, Mount
 from keyvault.backends.local import LocalKeystore
 from keyvault.backends.local_rekeying import rekeying
-from keyvault.backends.private_files import ensure_private_directory
+from keyvault.backends.private_files import ensure_private_directory, write_private_file
 from keyvault.domain.errors import DependencyUnavailableError, IntegrityError, StateConflictError
 from keyvault.domain.plaintext import Plaintext
-from keyvault.services.backups.keystores import check_keystore, copy_keystore, has_keystore
+from keyvault.services.backups.keystores import check_keystore, copy_keystore, extract_keystore, has_keystore
 from keyvault.services.backups.work_folder import work_folder
 
 OWN, OTHER = "installation-a", "installation-b"
@@ -81,6 +83,22 @@ def test_keystore_of_another_installation_or_without_a_pepper_is_refused(folder:
         check_keystore(folder, OTHER, PEPPERS)
     with pytest.raises(IntegrityError, match="lacks peppers"):
         check_keystore(folder, OWN, [("sandbox", 7)])
+
+
+def test_archive_of_another_master_key_names_the_key_of_this_host(folder: Path, tmp_path_factory: Any) -> None:
+    """The keystore of the archive is in a folder that is emptied afterwards, and has no key beside it."""
+    archive, path = tmp_path_factory.mktemp("archive") / "archive", copy(folder) / "keystore.sqlite3"
+    passphrase = Plaintext("correct horse battery staple")
+    with writing_archive(archive, passphrase) as writer, path.open("rb") as source:
+        writer.add("keystore", source)
+        writer.finish({})
+    with closing(ArchiveReader(archive, passphrase)) as reader:
+        extract_keystore(reader, "keystore", ensure_private_directory(folder / "first"), OWN, PEPPERS)
+        write_private_file(folder / "master.key", "A" * 43 + "=")
+        with pytest.raises(ImproperlyConfigured, match="is not the one of the archive") as refused:
+            extract_keystore(reader, "keystore", ensure_private_directory(folder / "second"), OWN, PEPPERS)
+    assert str(folder / "master.key") in str(refused.value)
+    assert "second" not in str(refused.value)
 
 
 def test_keystore_without_peppers_counts_as_absent(tmp_path: Path, settings: Any) -> None:

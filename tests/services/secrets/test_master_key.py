@@ -183,6 +183,25 @@ def test_master_key_rotation_killed_anywhere_is_continued(kill: Any, after: bool
     require_whole(folder, former)
 
 
+def test_master_key_rotation_on_a_full_disk_names_the_cause_and_is_continued(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guarantee: no traceback. As on a full disk, SQLite ends the transaction itself."""
+    former = read_key(folder)
+    with closing(sqlite3.connect(folder / "keystore.sqlite3", isolation_level=None)) as connection:
+        connection.execute(
+            "CREATE TRIGGER full BEFORE UPDATE ON records WHEN OLD.path = 'path 4' "
+            "BEGIN SELECT RAISE(ROLLBACK, 'disk is full'); END"
+        )
+        assert run_command_line("rotate_master_key") == 1
+        refusal = capsys.readouterr().err
+        assert "Run the command again" in refusal
+        assert "disk is full" in refusal
+        connection.execute("DROP TRIGGER full")
+    rotate()
+    require_whole(folder, former)
+
+
 def test_master_key_rotation_is_refused_while_a_process_has_the_keystore_open(folder: Path) -> None:
     """Guarantee: no process writes with the former key during the rotation."""
     store = LocalKeystore(folder)

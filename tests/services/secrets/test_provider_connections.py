@@ -531,8 +531,9 @@ def test_connection_of_a_rolled_back_backend_is_reported_and_not_adopted(scene: 
     replace(scene, fresh(), "new")
     secret_backend().forget(Mount.SANDBOX, connection.backend_path)
     secret_backend().put(Mount.SANDBOX, connection.backend_path, Plaintext("old"), labels, expected_version=0)
-    with pytest.raises(ForeignWriterError):
+    with pytest.raises(ForeignWriterError) as refused:
         settle_connection(grant(WORKER, P.BACKEND_RECONCILE, scene.sandbox), fresh())
+    assert f" at sandbox/{connection.backend_path} " in refused.value.internal
     assert fresh().backend_version == 2
 
 
@@ -597,6 +598,7 @@ def test_connection_is_found_by_its_path_even_if_removed(scene: Scene) -> None:
     remove(scene, connection)
     assert find_by_path(SANDBOX, connection.backend_path) == connection
     assert find_by_path(SANDBOX, f"{scene.sandbox.pk}/con_{'0' * 20}") is None
+    assert find_by_path(SANDBOX, "written-by-another-program") is None
 
 
 @pytest.mark.database

@@ -43,8 +43,9 @@ def test_string_of_another_key_at_the_version_of_this_one_is_not_returned() -> N
     key.backend_version = secret_backend().put(
         *place, Plaintext("theirs"), labels, expected_version=key.backend_version
     )
-    with pytest.raises(ForeignWriterError):
+    with pytest.raises(ForeignWriterError) as refused:
         read_string(key)
+    assert f" at {place[0]}/{place[1]} " in refused.value.internal
 
 
 @pytest.mark.parametrize("is_hiding", [True, False])
