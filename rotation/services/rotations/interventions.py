@@ -24,7 +24,7 @@ from keyvault.services.keys.lifecycle import discard_key, resume_key
 from keyvault.services.operators.operators import operator_row
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.stored_copies import find_stored, read_string
-from keyvault.services.usage.reports import find_last, find_sources
+from keyvault.services.usage.reports import find_last, find_sources, has_traffic
 from keyvault.services.work.leases import Lease, claim, finish, hold, release_queued
 from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.plan_fields import Proof, default_of
@@ -252,8 +252,8 @@ def may_be_confirmed(rotation: Rotation, find_last_use: FindLastUse = find_last)
         return rotation.written_back_at is not None and not _is_return_confirmed(rotation, find_last_use)
     if rotation.confirmed_at is not None or rotation.stage is not S.AWAITING_PROOF:
         return False
-    # A credential that was dormant when planned is no longer dormant once its old key is used.
-    return plan.proof is Proof.CONFIRMATION or (plan.is_dormant and find_last_use(rotation.predecessor_id) is None)
+    # A credential that was dormant when planned is no longer dormant once its old key has traffic.
+    return plan.proof is Proof.CONFIRMATION or (plan.is_dormant and not has_traffic(rotation.predecessor_id))
 
 
 def _is_return_confirmed(rotation: Rotation, find_last_use: FindLastUse) -> bool:
