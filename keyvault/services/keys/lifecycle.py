@@ -389,7 +389,11 @@ _ENDING_EVENTS = frozenset({"key.revoked", "key.compromised", "key.expired"})
 """Events that may leave a credential without a usable key. Discarded keys were not delivered; suspended ones return."""
 
 
-find_undelivered: Callable[[str], Collection[str]] = lambda credential_id: ()
+def _find_none(credential_id: str) -> Collection[str]:
+    return ()
+
+
+find_undelivered: Callable[[str], Collection[str]] = _find_none
 """Returns the ids of a credential's keys that its merchant cannot read yet. The rotation app sets it."""
 
 
