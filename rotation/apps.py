@@ -9,11 +9,13 @@ class RotationConfig(AppConfig):
 
     def ready(self) -> None:
         from keyvault.models.triggers import register_rules, restore_triggers
+        from keyvault.services.keys import lifecycle
         from rotation.models.triggers import RULES
-        from rotation.services.rotations import turns
+        from rotation.services.rotations import reports, turns
         from rotation.services.schedules import date_marks
 
         register_rules(self.label, RULES)
+        lifecycle.find_undelivered = reports.list_undelivered
         turns.connect_signals()
         date_marks.connect_signals()
         post_migrate.connect(restore_triggers, sender=self, dispatch_uid="rotation.triggers")

@@ -142,6 +142,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "schedule stalled": "schedule.stalled",
         "scheduled rotation cannot be begun": "schedule.not_begun",
         "an unreadable schedule raised no alarm": "schedule.alarm_failed",
+        "a lasting refusal raised no alarm": "schedule.refusal_alarm_failed",
         "the expiry of a standing approval is not announced yet": "schedule.expiry_not_announced",
         "campaign halted": "campaign.halted",
         "campaign not advanced": "campaign.not_advanced",

@@ -35,9 +35,8 @@ from keyvault.admin.keys.usage import use_tables
 from keyvault.models import Account
 from keyvault.models.usage import SIGNS_OF_LIFE
 from keyvault.services.usage.reports import has_more_users, read_users, versions_of
-from rotation.domain.states import CLOSED
 from rotation.models import Retirement, Rotation
-from rotation.services.rotations.interventions import approve_retirement
+from rotation.services.rotations.interventions import approve_retirement, may_be_retired
 
 _MAX_VERSIONS = 10
 
@@ -47,7 +46,7 @@ def _is_awaiting_approval(retirement: Any) -> bool:
 
     `retirement`: a row of the model admin, with `has_newer`.
     """
-    is_open = retirement.approved_at is None and retirement.rotation.current_state not in CLOSED
+    is_open = retirement.approved_at is None and may_be_retired(retirement.rotation)
     return is_open and retirement.retire_at > datetime.now(UTC) and not retirement.has_newer
 
 
@@ -142,7 +141,8 @@ class RetirementAdmin(ConsoleModelAdmin):
             notes.append(OWN_REQUEST_NOTE)
         elif _state(row) == "expired":
             notes.append(
-                "This date was not approved in time, or a later date was requested. It can no longer be approved."
+                "This date was not approved in time, a later date was requested, or the rotation no longer needs one. "
+                "It can no longer be approved."
             )
         return Detail(
             title=self.name_of(row),

@@ -29,7 +29,7 @@ from rotation.admin.rotation_forms import (
     WaiveForm,
     overrides_from,
 )
-from rotation.domain.events import OUTCOMES, Event, RotationState
+from rotation.domain.events import RotationState
 from rotation.domain.runbook import REMEDY_LABELS, Remedy
 from rotation.domain.states import CLOSED
 from rotation.models import Rotation
@@ -41,7 +41,9 @@ from rotation.services.rotations.interventions import (
     hold_quarantine,
     may_be_aborted,
     may_be_confirmed,
+    may_be_extended,
     may_be_held,
+    may_be_retired,
     may_waive,
     predecessor_ended_at,
     release_quarantine,
@@ -129,12 +131,6 @@ def _may_be_resumed(rotation: Rotation) -> bool:
     return rotation.state == S.STALLED and rotation.stalled_from is not None and not is_late
 
 
-def _may_be_extended(rotation: Rotation) -> bool:
-    """Whether the rotation has stalled, or can stall at its deadline."""
-    counts = rotation.state == S.STALLED or OUTCOMES[Event.DEADLINE].get(rotation.current_state) is S.STALLED
-    return counts and rotation.deadline_at is not None
-
-
 def _may_be_rolled_back(rotation: Rotation) -> bool:
     return may_be_aborted(rotation) and rolls_back(rotation) and has_old_key(rotation)
 
@@ -142,12 +138,6 @@ def _may_be_rolled_back(rotation: Rotation) -> bool:
 def has_old_key(rotation: Rotation) -> bool:
     """Whether the old key can be used again: neither revoked, compromised nor expired."""
     return predecessor_ended_at(rotation, datetime.now(UTC)) is None
-
-
-def _may_be_retired(rotation: Rotation) -> bool:
-    stage = rotation.stage
-    is_before = stage not in CLOSED and stage not in {S.QUARANTINE, S.REVOKING, S.ROLLING_BACK}
-    return KeyKind(rotation.credential.kind) is KeyKind.PUBLIC and is_before
 
 
 def may_be_collected(rotation: Rotation) -> bool:
@@ -311,7 +301,7 @@ ROW_ACTIONS = (
             "and then revoked. Shops and apps that use it fail; traffic does not reinstate it."
         ),
         form=RetireForm,
-        is_available=_may_be_retired,
+        is_available=may_be_retired,
         step_up=True,
     ),
     RowAction(
@@ -325,7 +315,7 @@ ROW_ACTIONS = (
             + "A rotation that stalled at its deadline continues."
         ),
         form=ExtendForm,
-        is_available=_may_be_extended,
+        is_available=may_be_extended,
     ),
     RowAction(
         "collect",

@@ -58,7 +58,8 @@ class KeyFacts:
     """Facts about one of the two keys.
 
     `count`, `sources`, `minutes`, `first_used_at`: real traffic, which counts as proof; `minutes`: the distinct minutes
-    that it was seen in. `last_used_at`: the last use of any kind.
+    that it was seen in. `has_traffic`: whether the predecessor was used since a plan that found it dormant, other than
+    by the calls that fetch the replacement. `last_used_at`: the last use of any kind.
     `tried_at`: the last attempt to use the key since it was quarantined. `tried_by_known_at`: the last such attempt
     from a source that had used the key before.
     """
@@ -69,6 +70,7 @@ class KeyFacts:
     sources: int = 0
     minutes: int = 0
     first_used_at: datetime | None = None
+    has_traffic: bool = False
     last_used_at: datetime | None = None
     tried_at: datetime | None = None
     tried_by_known_at: datetime | None = None
@@ -83,7 +85,8 @@ class FactGroup(StrEnum):
     """A group of facts that costs queries, so that only the stages that read it gather it.
 
     `approval`: has_approval. `acceptance`: is_accepted, unconfirmed. `notification`: is_notified, notification_failed.
-    `traffic`: a key's count, sources, minutes, first_used_at. `last_uses`: a key's last_used_at. `sources`: sources.
+    `traffic`: a key's count, sources, minutes, first_used_at, has_traffic. `last_uses`: a key's last_used_at.
+    `sources`: sources.
     `observation`: observed_through, lost_at. A key's attempts are gathered while the rotation has suspended it.
     """
 
@@ -161,7 +164,7 @@ class Facts:
     @property
     def is_dormant(self) -> bool:
         """Whether the plan found no use and none was seen since; a predecessor in use needs proof by traffic."""
-        return self.plan.is_dormant and self.predecessor.last_used_at is None and self.kind is not KeyKind.PUBLIC
+        return self.plan.is_dormant and not self.predecessor.has_traffic and self.kind is not KeyKind.PUBLIC
 
     @property
     def stage(self) -> RotationState:

@@ -104,6 +104,7 @@ def _key_facts(
     return KeyFacts(
         state=key.state,
         is_expired=key.is_expired or (not key.is_dead and key.is_past(now)),
+        has_traffic=key.last_used_at is not None,
         last_used_at=key.last_used_at,
         tried_at=max(tried.values(), default=None),
         tried_by_known_at=max(known, default=None),

@@ -1,7 +1,7 @@
 """The key lifecycle: stage, activate, suspend, resume, revoke, expire. The only writer of key states."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any
@@ -386,8 +386,16 @@ _ENDING_EVENTS = frozenset({"key.revoked", "key.compromised", "key.expired"})
 """Events that may leave a credential without a usable key. Discarded keys were not delivered; suspended ones return."""
 
 
+def _find_none(credential_id: str) -> Collection[str]:
+    return ()
+
+
+find_undelivered: Callable[[str], Collection[str]] = _find_none
+"""Returns the ids of a credential's keys that its merchant cannot read yet. The rotation app sets it."""
+
+
 def _alarm_if_last(grant: Grant, key: Key) -> None:
-    """Raise an alarm if the credential has no usable key left, inside the transaction that ended one.
+    """Raise an alarm if the merchant has no usable key of the credential left, in the transaction that ended one.
 
     Not for an offboarded merchant, where this is intended. A key that another transaction has locked may be ending
     too and does not count. So at least one of two concurrent revocations raises the alarm, and neither waits.
@@ -395,6 +403,7 @@ def _alarm_if_last(grant: Grant, key: Key) -> None:
     if key.credential.account.merchant.status == MerchantStatus.OFFBOARDED:
         return
     others = usable_keys(key.credential_id, grant.at).exclude(pk=key.pk)
+    others = others.exclude(pk__in=find_undelivered(key.credential_id))
     if not list(others.select_for_update(skip_locked=True, no_key=True)):
         why = str(key.reason or key.retirement)
         _announce(grant, NoticeKind.CREDENTIAL_WITHOUT_KEY, key, key.credential_id, why)

@@ -13,7 +13,7 @@ from keyvault.domain.sources import OCCASION, OTHERS, Minutes, find_longest_gap,
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Key, KeyAttempt, KeySource, KeyUse, UseBucket, UseContext
 from keyvault.models.union_parts import limit_part
-from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome, UseSpan
+from keyvault.models.usage import HAS_TRAFFIC, SIGNS_OF_LIFE, UseOutcome, UseSpan
 
 TRACES = (UseOutcome.ALLOWED, UseOutcome.DENIED, UseOutcome.REFUSED, UseOutcome.PROBED)
 """Outcomes that show who holds a key. Suspected exposures are reported separately."""
@@ -381,6 +381,11 @@ def find_last_of_keys(
     for key_id, at in seen:
         found[key_id] = max(at, found.get(key_id, at))
     return found
+
+
+def has_traffic(key_id: str) -> bool:
+    """Whether the key was used, other than by acknowledgements and the like; see `HAS_TRAFFIC`."""
+    return KeyUse.objects.filter(HAS_TRAFFIC, key=key_id).exists()
 
 
 def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:

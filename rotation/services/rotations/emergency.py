@@ -156,6 +156,8 @@ def _request_replacement(
         return None, "The credential has another usable key."
     if open_rotation is not None:
         ends = f"Rotation {open_rotation.rotation_id} ends by itself first."
+        if open_rotation.is_held:
+            ends = f"Rotation {open_rotation.rotation_id} holds a key in quarantine. Release the held key first."
         return None, f"{ends} Reissue the credential afterwards if it has no usable key."
     return reissue_key(grant, credential, reason).rotation_id, ""
 

@@ -30,6 +30,7 @@ from keyvault.services.usage.reports import (
     find_sources,
     find_users,
     has_more_users,
+    has_traffic,
 )
 from keyvault.services.webhooks.deliveries import find_delivery_report
 from rotation.domain.events import RotationState
@@ -164,10 +165,12 @@ def _key_facts(
     """Gather the facts of one key. `retiring`: the key that is being retired; `groups`: those that the stage reads."""
     attempts = _find_attempts(rotation, key) if key is retiring else UseAttempts()
     proves = FactGroup.TRAFFIC in groups and key is rotation.replacement
+    may_be_dormant = FactGroup.TRAFFIC in groups and key is rotation.predecessor and rotation.approved_plan.is_dormant
     return KeyFacts(
         state=KeyState(key.state),
         # A key that was revoked by hand did not expire, even if its expiry has passed since.
         is_expired=key.retirement == RetirementReason.EXPIRED or (key.state not in DEAD_STATES and _is_past(key, now)),
+        has_traffic=may_be_dormant and has_traffic(key.key_id),
         last_used_at=last_uses.get(key.key_id),
         tried_at=attempts.last_at,
         tried_by_known_at=attempts.last_known_at,

@@ -13,7 +13,7 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import Fault, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.free_text import clean_text, find_reason_fault
 from keyvault.domain.issuance import Delivery
-from keyvault.domain.keys import KeyKind, KeyState
+from keyvault.domain.keys import DEAD_STATES, KeyKind, KeyState
 from keyvault.domain.plaintext import Plaintext
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import BreakGlass, Material
@@ -24,7 +24,7 @@ from keyvault.services.keys.lifecycle import discard_key, resume_key
 from keyvault.services.operators.operators import operator_row
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.secrets.stored_copies import find_stored, read_string
-from keyvault.services.usage.reports import find_last, find_sources
+from keyvault.services.usage.reports import find_last, find_sources, has_traffic
 from keyvault.services.work.leases import Lease, claim, finish, hold, release_queued
 from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.plan_fields import Proof, default_of
@@ -188,10 +188,15 @@ def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rot
     """Set a later deadline and resume a rotation that stalled at the old one. One person suffices: no key is revoked.
 
     Raises RequestInvalidError for a time that is past, earlier than the present deadline, or too far away;
-    StateConflictError when the rotation is closed or has no deadline.
+    StateConflictError when there is no deadline, or where it has no effect, see `may_be_extended`.
     """
-    if rotation.current_state in CLOSED or rotation.deadline_at is None:
-        raise StateConflictError("Only an open rotation with a deadline can be extended.")
+    if rotation.deadline_at is None:
+        raise StateConflictError("The rotation has no deadline. A public key is retired on an approved date.")
+    if not may_be_extended(rotation):
+        raise StateConflictError(
+            f"The deadline cannot be extended while the rotation is {rotation.get_state_display()}. Extend it between "
+            "approval and quarantine, or in a rollback. To change a plan that awaits approval, request a new rotation."
+        )
     faults = list(find_far_faults({"deadline": deadline}, grant.at))
     if deadline <= max(grant.at, rotation.deadline_at):
         faults.append(Fault("/deadline", "later than now and than the current deadline"))
@@ -212,6 +217,12 @@ def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rot
             _resume(grant, rotation)
         wake_rotation(rotation, grant.at)
     return rotation
+
+
+def may_be_extended(rotation: Rotation) -> bool:
+    """Whether the rotation has a deadline, and has stalled or can stall at it."""
+    counts = rotation.state == S.STALLED or OUTCOMES[Event.DEADLINE].get(rotation.current_state) is S.STALLED
+    return counts and rotation.deadline_at is not None
 
 
 def confirm_rotation(grant: Grant, rotation: Rotation, why: str) -> Rotation:
@@ -252,8 +263,8 @@ def may_be_confirmed(rotation: Rotation, find_last_use: FindLastUse = find_last)
         return rotation.written_back_at is not None and not _is_return_confirmed(rotation, find_last_use)
     if rotation.confirmed_at is not None or rotation.stage is not S.AWAITING_PROOF:
         return False
-    # A credential that was dormant when planned is no longer dormant once its old key is used.
-    return plan.proof is Proof.CONFIRMATION or (plan.is_dormant and find_last_use(rotation.predecessor_id) is None)
+    # A credential that was dormant when planned is no longer dormant once its old key has traffic.
+    return plan.proof is Proof.CONFIRMATION or (plan.is_dormant and not has_traffic(rotation.predecessor_id))
 
 
 def _is_return_confirmed(rotation: Rotation, find_last_use: FindLastUse) -> bool:
@@ -347,12 +358,12 @@ def may_waive(rotation: Rotation) -> bool:
 def request_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) -> Retirement:
     """Request the date on which an old public key is taken out of service; it takes effect once approved, if required.
 
-    Raises RequestInvalidError for a date that is past or too far away, StateConflictError for a private key's rotation.
+    Raises RequestInvalidError for a date that is past or too far away; StateConflictError for a private key's rotation,
+    and where a date has no effect, see `may_be_retired`.
     """
-    if rotation.credential.kind != KeyKind.PUBLIC or rotation.current_state in CLOSED:
-        raise StateConflictError(
-            "Only a public key's open rotation has a retirement date; silence retires a private key."
-        )
+    if rotation.credential.kind != KeyKind.PUBLIC:
+        raise StateConflictError("Only a public key's rotation has a retirement date; silence retires a private key.")
+    _require_retirable(rotation)
     faults = list(find_far_faults({"retire_at": retire_at}, grant.at))
     if retire_at <= grant.at:
         faults.append(Fault("/retire_at", "later than now"))
@@ -386,10 +397,24 @@ def request_retirement(grant: Grant, rotation: Rotation, retire_at: datetime) ->
     return retirement
 
 
+def may_be_retired(rotation: Rotation) -> bool:
+    """Whether a retirement date has an effect: the old key is public, and the rotation has yet to retire it."""
+    is_before = rotation.stage not in CLOSED | {S.QUARANTINE, S.REVOKING, S.ROLLING_BACK}
+    return is_before and rotation.credential.kind == KeyKind.PUBLIC
+
+
+def _require_retirable(rotation: Rotation) -> None:
+    if not may_be_retired(rotation):
+        raise StateConflictError(
+            f"A retirement date has no effect while the rotation is {rotation.get_state_display()}. Set it before the "
+            "quarantine of the old key; after a rollback, request a new rotation."
+        )
+
+
 def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
     """Approve the date as a second person.
 
-    Raises StateConflictError for one's own request, and for a date that is decided, past or superseded.
+    Raises StateConflictError for one's own request, and for a date that is decided, past, superseded or without effect.
     """
     operator = grant.principal
     if not isinstance(operator, OperatorPrincipal):
@@ -400,8 +425,7 @@ def approve_retirement(grant: Grant, retirement: Retirement) -> Retirement:
     if retirement.approved_at is not None or retirement.retire_at <= grant.at:
         raise StateConflictError("This date is approved already, or past. Request another one.")
     rotation = get_rotation(retirement.rotation_id)
-    if rotation.current_state in CLOSED:
-        raise StateConflictError("The rotation is closed.")
+    _require_retirable(rotation)
     newest = rotation.retirements.order_by("-created_at", "-pk").first()
     if newest != retirement:
         raise StateConflictError("Another date was requested since. Review that one.")
@@ -510,6 +534,8 @@ def collect_replacement(grant: Grant, rotation: Rotation) -> Plaintext:
         raise StateConflictError("The key was collected already.")
     if key is None or rotation.delivered_at is None:
         raise StateConflictError("The replacement is not delivered yet.")
+    if rotation.stage is S.ROLLING_BACK or key.state in DEAD_STATES:
+        raise StateConflictError("The replacement is being retired, or has ended. The merchant uses its other key.")
     text = read_string(key)
     account = rotation.credential.account
     with recorded(

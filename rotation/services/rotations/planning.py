@@ -15,7 +15,7 @@ from keyvault.domain.sources import MAX_NAME_LENGTH
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Credential, Key, KeyUse, WebhookEndpoint
 from keyvault.models.usage import HAS_TRAFFIC
-from keyvault.services.usage.reports import SourceUse, find_sources
+from keyvault.services.usage.reports import SourceUse, find_sources, has_traffic
 from rotation.domain.plan_fields import (
     FIELDS,
     DeliveryChannel,
@@ -98,7 +98,7 @@ def plan_reissue(credential: Credential, predecessor: Key, reason: str, now: dat
         deadline=None if is_public else now + timedelta(seconds=seconds),
         predecessor_may_expire=True,
     )
-    is_used = KeyUse.objects.filter(HAS_TRAFFIC, key=predecessor).exists()
+    is_used = has_traffic(predecessor.key_id)
     return _build_plan(credential, predecessor, find_sources(predecessor.key_id), overrides, now, is_used=is_used)
 
 

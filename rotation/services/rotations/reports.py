@@ -143,6 +143,18 @@ def find_sealed(key_id: str) -> Rotation | None:
     return _find(Q(predecessor_id=key_id) & is_delivered & ~is_ending)
 
 
+def list_undelivered(credential_id: str) -> list[str]:
+    """List the replacement of the credential's open rotation if it is not what the merchant reads.
+
+    In a rollback the merchant reads the predecessor again.
+    """
+    is_unread = Q(delivered_at=None) | Q(
+        Q(state=S.ROLLING_BACK) | Q(stalled_from=S.ROLLING_BACK), written_back_at__isnull=False
+    )
+    rotations = Rotation.objects.filter(is_unread, credential=credential_id, replacement__isnull=False)
+    return list(rotations.exclude(state__in=CLOSED).values_list("replacement_id", flat=True))
+
+
 def subject_of(rotation_id: str) -> str:
     """Return the name of the lease on a rotation."""
     return f"rotation:{rotation_id}"

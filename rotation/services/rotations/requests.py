@@ -120,7 +120,8 @@ def reissue_key(grant: Grant, credential: Credential, reason: str) -> Rotation:
     for key in credential.keys.exclude(state__in=DEAD_STATES):
         if key.state != KeyState.PRE_ACTIVATION and (key.expires_at is None or key.expires_at > grant.at):
             raise StateConflictError(f"The credential has a key that is {key.state}: rotate, resume or revoke it.")
-    latest: Key | None = credential.keys.select_related("credential__account").order_by("-created_at").first()
+    used = credential.keys.exclude(state=KeyState.PRE_ACTIVATION).select_related("credential__account")
+    latest: Key | None = used.order_by("-created_at").first()
     if latest is None:
         raise StateConflictError("The credential never had a key: its issuance is not completed.")
     plan = plan_reissue(credential, latest, reason, grant.at)

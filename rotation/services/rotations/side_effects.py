@@ -257,7 +257,7 @@ class Effects:
             newest = find_stored(rotation.credential)
             entry = self._begin(rotation, rotation.predecessor, grant.at)
             self._finish(entry, self._predecessor_newest(grant, rotation, newest, number))
-        if rotation.state == S.ROLLING_BACK:
+        if rotation.state == S.ROLLING_BACK and not _has_ended(rotation.predecessor, grant.at):
             self._note_written_back(grant, rotation)
 
     def _predecessor_newest(self, grant: Grant, rotation: Rotation, newest: StoredSecret | None, number: int) -> str:
@@ -438,3 +438,7 @@ def _replacement(rotation: Rotation) -> Key:
     if rotation.replacement is None:
         raise StateConflictError("There is no replacement yet.", internal=rotation.rotation_id)
     return rotation.replacement
+
+
+def _has_ended(key: Key, now: datetime) -> bool:
+    return key.state in DEAD_STATES or (key.expires_at is not None and now >= key.expires_at)

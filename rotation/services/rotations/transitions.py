@@ -296,7 +296,7 @@ def _announce(grant: Grant, rotation: Rotation, was: RotationState, step: Move) 
         case S.EMERGENCY:
             announce(grant, NoticeKind.ROTATION_PLANNED, account, subject, **payload, is_emergency=True)
         case to if to in CLOSED:
-            # An unplanned end raises an alarm; an emergency raised its alarm when it began.
+            # An unplanned end raises an alarm. The end of the merchant's last readable key has raised its own alarm.
             is_alarm = step.event is not None and not (to is S.COMPLETED and _was_emergency(rotation))
             announce(grant, NoticeKind.ROTATION_ENDED, account, subject, is_alarm, **payload, state=to.value)
 

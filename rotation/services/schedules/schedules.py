@@ -412,14 +412,27 @@ def _draft_faults(environment: Environment, draft: ScheduleDraft, now: datetime)
         text_fault = text_fault or find_text_fault(overrides.reason, reason.most)
         if text_fault is not None:
             yield Fault("/overrides/reason", text_fault)
-    if overrides.expires_in_days is not None and overrides.expires_in_days <= draft.cryptoperiod_days:
+    least = _least_expiry_days(environment, draft)
+    if overrides.expires_in_days is not None and overrides.expires_in_days < least:
         yield Fault(
-            "/overrides/expires_in_days", "more than the cryptoperiod: the key would expire before its rotation"
+            "/overrides/expires_in_days",
+            f"{least} or more: the key would expire before its rotation, which begins after the cryptoperiod and needs "
+            "the soak and quiet period",
         )
     if not faults:
         plan = _sample_plan(environment, overrides, coming_blackouts(terms.window, now), now)
         for fault in find_faults(plan, environment, KeyKind.PRIVATE, None, now):
             yield Fault(f"/overrides{fault.pointer}", fault.detail)
+
+
+def _least_expiry_days(environment: Environment, draft: ScheduleDraft) -> int:
+    """Return the shortest lifetime of a key that the schedule can replace, in days.
+
+    The day beyond full days of soak and quiet period is for the time until a worker begins the rotation.
+    """
+    values = with_defaults(draft.overrides, environment)
+    needed = 0 if draft.overrides.predecessor_may_expire else values["soak_seconds"] + values["quiet_seconds"]
+    return int(draft.cryptoperiod_days + needed // 86_400 + 1)
 
 
 def _sample_plan(environment: Environment, overrides: PlanOverrides, window: Window | None, now: datetime) -> Plan:

@@ -20,7 +20,7 @@ from keyvault.domain.canonical import JsonValue
 from keyvault.domain.errors import KeyvaultError, RequestInvalidError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Credential, Key
+from keyvault.models import Credential, Key, Notice
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -54,6 +54,9 @@ MAX_BATCHES = 10
 
 MAX_SWEPT = 5_000
 """Number of credentials after which a tick leaves the remaining sweeps to the next one."""
+
+_ALARM_AFTER = 8
+"""Number of consecutive refusals of one credential that raise an alarm: the last of them comes after two hours."""
 
 _MAX_SWEEPS = 100
 """Maximum number of sweeps that one tick continues, in turns."""
@@ -297,15 +300,18 @@ def _try(claim: Claim, now: datetime) -> str | None:
     try:
         rotation = begin(claim.candidate, now)
     except Exception as error:  # noqa: BLE001  errors are isolated per credential and recorded
-        _note_refusal(claim, error)
+        _note_refusal(claim, error, now)
         return None
     # Without a rotation the credential or its schedule has changed meanwhile, so its date is computed again.
     _settle(claim.row, ask_at=None if rotation is not None else now, refusals=0, why="")
     return None if rotation is None else rotation.rotation_id
 
 
-def _note_refusal(claim: Claim, error: Exception) -> None:
-    """Record a refusal in the database, for every worker and across restarts; log it if the reason is new."""
+def _note_refusal(claim: Claim, error: Exception, now: datetime) -> None:
+    """Record a refusal in the database, for every worker and across restarts.
+
+    A new reason is logged; a refusal that lasts raises an alarm.
+    """
     why = format_failure(error)[:300]
     if claim.before != why:
         _log.warning(
@@ -314,6 +320,29 @@ def _note_refusal(claim: Claim, error: Exception) -> None:
             extra={"credential_id": claim.row.pk, "schedule": str(claim.candidate.order.schedule), "why": why},
         )
     _settle(claim.row, why=why)
+    if claim.row.refusals >= _ALARM_AFTER:
+        try:
+            _raise_alarm(claim, why, now)
+        except Exception:  # noqa: BLE001  errors are isolated per credential; the next refusal raises the alarm
+            _log.exception("a lasting refusal raised no alarm", extra={"credential_id": claim.row.pk})
+
+
+def _raise_alarm(claim: Claim, why: str, now: datetime) -> None:
+    """Raise one alarm per date of the credential, since its key may expire before a person looks at the calendar."""
+    credential, schedule, date = claim.candidate.credential, claim.candidate.order.schedule, claim.candidate.date
+    sent = Notice.objects.filter(kind=NoticeKind.SCHEDULE_STALLED, subject=credential.credential_id)
+    if date is None or sent.filter(created_at__gte=date.ask_at).exists():
+        return
+    account = credential.account
+    payload: dict[str, JsonValue] = {
+        "schedule_id": schedule.pk,
+        "credential_id": credential.credential_id,
+        "scope": str(scope_of(schedule)),
+        "why": why,
+    }
+    grant = authorize(WORKER, P.ROTATIONS_BEGIN, account, now=now)
+    with recorded(grant, P.ROTATIONS_BEGIN, "schedule.stalled", account=account, **payload):
+        announce(grant, NoticeKind.SCHEDULE_STALLED, account, credential.credential_id, **payload)
 
 
 def begin(candidate: Candidate, now: datetime) -> Rotation | None:

@@ -9,6 +9,7 @@ from keyvault.domain.keys import KeyKind
 from keyvault.models import Account
 from keyvault.models.usage import UseOutcome
 from keyvault.services.usage.recorder import UsageLog
+from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Retirement, Rotation
 from rotation.services.rotations.interventions import request_retirement
@@ -83,6 +84,15 @@ def test_date_that_was_overtaken_by_a_later_one_cannot_be_approved(desk: Desk) -
     assert client.post(page(first, "approve"), {"version": first.version}).status_code == 409
     assert "a later date was requested" in text_of(client.get(page(first)))
     assert client.post(page(second, "approve"), {"version": second.version}).status_code == 302
+
+
+def test_date_of_a_key_in_quarantine_is_not_offered_for_approval(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = dated(desk, rotated(desk, desk.production))
+    monkeypatch.setattr(Rotation, "stage", RotationState.QUARANTINE)
+    client = browser(desk.approver)
+    assert "Retirement dates to approve" not in text_of(client.get("/admin/"))
+    assert client.get(page(asked, "approve")).status_code == 409
+    assert "no longer needs one" in text_of(client.get(page(asked)))
 
 
 def test_date_page_shows_the_shops_and_versions_that_use_the_key(desk: Desk) -> None:

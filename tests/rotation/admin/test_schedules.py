@@ -87,7 +87,7 @@ def test_schedule_of_one_credential_or_all_of_an_environment(desk: Desk) -> None
         ({"quarantine_seconds": "367d"}, "367 days is out of range. Use 1 second to 366 days in sandbox."),
         ({"quiet_seconds": "soon"}, "30m or 7d"),
         ({"proof": "confirmation"}, "not one of the available choices"),
-        ({"expires_in_days": 90}, "more than the cryptoperiod"),
+        ({"expires_in_days": 90}, "91 or more"),
         ({"environment": "staging"}, "not one of the available choices"),
         ({"credential": "crd_nothing"}, "id"),
         ({"credential": "crd_\0"}, "Null characters are not allowed"),

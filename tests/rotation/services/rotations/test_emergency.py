@@ -24,6 +24,7 @@ from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
 from rotation.services.rotations import emergency
 from rotation.services.rotations.emergency import CompromiseResponse, respond_to_compromise, respond_to_leak
+from rotation.services.rotations.interventions import hold_quarantine
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import approve_rotation
 from tests.clocks import Clock
@@ -207,6 +208,18 @@ def test_compromise_of_the_replacement_in_quarantine_names_the_open_rotation(clo
     assert response.no_replacement.startswith(f"Rotation {rotation.rotation_id} ends by itself first.")
     assert advance(rotation, clock, 3).state == S.CANCELLED
     assert state_of(rotation.predecessor) == "active"
+
+
+def test_compromise_beside_a_held_key_names_the_release_that_it_needs(clock: Clock, verifier: UsageLog) -> None:
+    """A rotation whose key is held does not end by itself."""
+    rotation = quarantined(clock, verifier)
+    grant = authorize(scene.tam(), P.KEYS_SUSPEND, rotation.credential.account, now=clock())
+    hold_quarantine(grant, get_rotation(rotation.rotation_id), "the merchant investigates")
+    assert rotation.replacement is not None
+    response = report(rotation.replacement, clock)
+    assert "Release the held key first." in response.no_replacement
+    assert "ends by itself" not in response.no_replacement
+    assert advance(rotation, clock, 3).state == S.QUARANTINE
 
 
 def test_compromise_beside_a_suspended_key_explains_why_none_is_requested(clock: Clock) -> None:

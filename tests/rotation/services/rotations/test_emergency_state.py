@@ -4,18 +4,21 @@ import pytest
 from django.db import IntegrityError, connection, transaction
 
 from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import WORKER
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import BreakGlass, Notice
+from keyvault.models import BreakGlass, Key, Notice
+from keyvault.services.keys.lifecycle import expire_key
 from keyvault.services.offboarding import offboard_merchant
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.models import Rotation
+from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import describe, get_rotation
 from rotation.services.rotations.requests import approve_rotation, bypass_rotation, reissue_key
 from tests.clocks import Clock
@@ -59,6 +62,46 @@ def test_compromise_before_the_replacement_makes_it_an_emergency_without_window(
     assert (rotation.state, key_states(rotation)) == (S.COMPLETED, ("compromised", "active"))
     alarms = set(Notice.objects.filter(is_alarm=True).values_list("kind", flat=True))
     assert alarms == {NoticeKind.KEY_COMPROMISED, NoticeKind.CREDENTIAL_WITHOUT_KEY}
+
+
+@pytest.mark.database
+@pytest.mark.parametrize("is_expired", [True, False])
+def test_predecessor_that_ends_before_the_delivery_raises_one_alarm(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, is_expired: bool
+) -> None:
+    """The replacement verifies from `staged` on, but the merchant cannot read it yet."""
+    key, _ = scene.issue(scene.account(), clock(), expires_in_days=1)
+    overrides = {"predecessor_may_expire": True, "deadline": scene.later(clock(), 3 * 86_400)}
+    rotation = scene.rotate(key.credential, clock(), **overrides)
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalKeystore, "put", scene.unavailable)
+        rotation = advance(rotation, clock)
+        assert (rotation.state, key_states(rotation)) == (S.PUBLISHING, ("active", "active"))
+        if is_expired:
+            clock.tick(86_400)
+            grant = authorize(WORKER, P.ISSUANCE_EXECUTE, key.credential.account, now=clock())
+            expire_key(grant, Key.objects.get(pk=key.pk))
+        else:
+            revoke(key, clock)
+        rotation = advance(rotation, clock, 3)
+    assert rotation.state == S.PUBLISHING
+    assert list_alarms() == [NoticeKind.CREDENTIAL_WITHOUT_KEY]
+    assert advance(rotation, clock, 60).state == S.COMPLETED
+    assert list_alarms() == [NoticeKind.CREDENTIAL_WITHOUT_KEY], "and no second one at its end"
+
+
+def test_predecessor_that_ends_after_it_was_written_back_raises_an_alarm(clock: Clock, verifier: UsageLog) -> None:
+    rotation = overlapping(clock, verifier)
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    abort_rotation(grant, get_rotation(rotation.rotation_id), "wrong merchant")
+    rotation = wait(rotation, clock, verifier, 3)
+    assert (rotation.state, rotation.written_back_at is None) == (S.ROLLING_BACK, False)
+    revoke(rotation.predecessor, clock)
+    assert list_alarms() == [NoticeKind.CREDENTIAL_WITHOUT_KEY]
+
+
+def list_alarms() -> list[str]:
+    return list(Notice.objects.filter(is_alarm=True).values_list("kind", flat=True))
 
 
 def test_emergency_in_production_creates_the_key_only_after_approval(clock: Clock, verifier: UsageLog) -> None:

@@ -1,6 +1,7 @@
 """The event `aborted` of the state table: an operator ends a rotation, in each possible state."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from rotation.domain.events import OPEN
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import PlanOverrides, Proof
 from rotation.models import Rotation
-from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.interventions import abort_rotation, extend_rotation
 from rotation.services.rotations.reports import get_rotation
 from rotation.services.rotations.requests import reissue_key, request_rotation
 from tests.clocks import Clock
@@ -165,3 +166,26 @@ def test_aborted_while_publishing_with_the_key_in_the_backend_is_rolled_back(
     after = abort(rotation, clock)
     assert after.state == S.ROLLING_BACK
     assert key_states(after) == (KeyState.ACTIVE, KeyState.ACTIVE)
+
+
+EXTENDABLE = {S.SCHEDULED, S.STAGED, S.PUBLISHING, S.AWAITING_PROOF, S.OVERLAP, S.ROLLING_BACK}
+"""States in which a deadline has an effect."""
+
+
+@pytest.mark.parametrize("state", sorted(WAYS))
+def test_deadline_is_extended_only_where_it_has_an_effect(
+    clock: Clock, verifier: UsageLog, monkeypatch: pytest.MonkeyPatch, state: S
+) -> None:
+    """In particular, the deadline of a plan that awaits approval stays the one that was shown."""
+    with monkeypatch.context() as patch:
+        rotation = WAYS[state](clock, verifier, patch)
+    assert (rotation.state, rotation.deadline_at is None) == (state, False)
+    assert rotation.deadline_at is not None
+    deadline = rotation.deadline_at + timedelta(days=1)
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    if state in EXTENDABLE:
+        assert extend_rotation(grant, rotation, deadline).deadline_at == deadline
+        return
+    with pytest.raises(StateConflictError, match="cannot be extended"):
+        extend_rotation(grant, rotation, deadline)
+    assert get_rotation(rotation.rotation_id).deadline_at == rotation.deadline_at

@@ -4,11 +4,13 @@ import json
 
 import pytest
 
+from keyvault.access.catalog import RECIPIENT_KEY, REPLACEMENT
 from keyvault.access.permissions import Permission as P
 from keyvault.access.roles import Role
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import AuditEntry, Notice
+from keyvault.models.usage import UseOutcome
 from keyvault.services.change_feed import receipts
 from keyvault.services.keys.records import prove_service_token
 from keyvault.services.recording.authorization import authorize
@@ -114,6 +116,24 @@ def test_confirmation_of_a_dormant_credential_in_use_is_refused(clock: Clock, ve
     scene.acknowledge_replacement(rotation.rotation_id, clock())
     rotation = wait(rotation, clock, verifier, 6)
     assert rotation.state == S.AWAITING_PROOF
+
+
+@pytest.mark.parametrize("is_acknowledged", [True, False])
+def test_dormant_credential_stays_dormant_while_its_old_key_only_fetches_the_replacement(
+    clock: Clock, verifier: UsageLog, is_acknowledged: bool
+) -> None:
+    """A sealed replacement is fetched with the old key, which is no traffic."""
+    rotation = advance(begun(clock, proof=None), clock)
+    for endpoint in (RECIPIENT_KEY, REPLACEMENT):
+        seen = {"source": "192.0.2.1", "user_agent": "test", "endpoint": endpoint}
+        verifier.note(rotation.predecessor_id, **seen, outcome=UseOutcome.ALLOWED)
+    verifier.flush()
+    if is_acknowledged:
+        scene.acknowledge_replacement(rotation.rotation_id, clock())
+    else:
+        grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+        confirm_rotation(grant, get_rotation(rotation.rotation_id), "Ada of Acme, by telephone")
+    assert wait(rotation, clock, verifier, 3).state == S.OVERLAP
 
 
 def test_replacement_requested_by_a_service_is_collected_by_a_non_approver(clock: Clock, verifier: UsageLog) -> None:

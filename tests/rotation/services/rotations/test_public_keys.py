@@ -107,6 +107,22 @@ def test_retirement_in_production_requires_a_second_person(clock: Clock, verifie
     assert rotation.state == S.QUARANTINE
 
 
+def test_retirement_during_quarantine_is_refused(clock: Clock, verifier: UsageLog) -> None:
+    """Neither a request nor an approval succeeds that no longer changes anything."""
+    rotation = advance(confirm(public_rotation(clock, PRODUCTION), clock), clock, 3)
+    account, first = rotation.credential.account, retire(rotation, clock, 60)
+    approve_retirement(authorize(scene.approver(), P.ROTATIONS_APPROVE, account, now=clock()), first)
+    late = retire(get_rotation(rotation.rotation_id), clock, 86_400)
+    rotation = wait(rotation, clock, verifier, 61)
+    assert rotation.state == S.QUARANTINE
+    with pytest.raises(StateConflictError, match="no effect"):
+        retire(rotation, clock, 3_600)
+    with pytest.raises(StateConflictError, match="no effect"):
+        approve_retirement(authorize(scene.approver(), P.ROTATIONS_APPROVE, account, now=clock()), late)
+    late.refresh_from_db()
+    assert late.approved_at is None
+
+
 def test_retirement_requested_on_a_command_line_requires_a_review(clock: Clock, verifier: UsageLog) -> None:
     """The approver may have named another operator there."""
     rotation = advance(confirm(public_rotation(clock, PRODUCTION), clock), clock, 3)

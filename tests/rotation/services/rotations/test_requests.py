@@ -7,13 +7,14 @@ from django.test.utils import CaptureQueriesContext
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import OperatorPrincipal, Service
 from keyvault.access.roles import Role
+from keyvault.backends.base import BackendUnavailableError
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyState
 from keyvault.domain.keystring import StringScope
-from keyvault.models import BreakGlass, Material
+from keyvault.models import BreakGlass, Key, Material
 from keyvault.services.approvals.break_glass import review_break_glass
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.tokens.service_tokens import create_service_token
@@ -28,7 +29,7 @@ from rotation.services.rotations import reports
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.interventions import abort_rotation, acknowledge, collect_replacement, may_collect
 from rotation.services.rotations.reports import MAX_AWAITED, describe, get_rotation
-from rotation.services.rotations.requests import approve_rotation, reject_rotation, request_rotation
+from rotation.services.rotations.requests import approve_rotation, reissue_key, reject_rotation, request_rotation
 from tests.clocks import Clock
 from tests.factories import make_operator, on_host, the_operator
 from tests.rotation import scene
@@ -247,6 +248,28 @@ def test_replacement_of_a_shown_key_leaves_the_backend_once_collected(clock: Clo
     fresh = get_rotation(rotation.rotation_id).replacement
     assert fresh is not None
     assert fresh.material == Material.DESTROY_DUE
+
+
+def test_replacement_that_is_rolled_back_is_not_collected(clock: Clock) -> None:
+    rotation = scene.rotate(scene.first_key(clock())[0].credential, clock())
+    advance_rotation(rotation.rotation_id, clock)
+    rotation = get_rotation(rotation.rotation_id)
+    place = rotation.credential.account
+    abort_rotation(authorize(scene.tam(), P.ROTATIONS_WRITE, place, now=clock()), rotation, "not now")
+    with pytest.raises(StateConflictError, match="being retired"):
+        collect_replacement(authorize(scene.tam(), P.ISSUANCE_COLLECT, place, now=clock()), rotation)
+    assert get_rotation(rotation.rotation_id).collected_at is None
+
+
+def test_credential_whose_issuance_is_unfinished_is_not_reissued(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = scene.account()
+    monkeypatch.setattr(LocalKeystore, "put", unavailable)
+    with pytest.raises(BackendUnavailableError):
+        scene.issue(place, clock())
+    credential = Key.objects.select_related("credential__account").get(state=KeyState.PRE_ACTIVATION).credential
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, place, now=clock())
+    with pytest.raises(StateConflictError, match="issuance is not completed"):
+        reissue_key(grant, credential, "it has no key")
 
 
 def test_replacement_of_a_sealed_key_is_never_shown(clock: Clock) -> None:

@@ -9,8 +9,9 @@ from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import StateConflictError
 from keyvault.domain.keys import KeyState
+from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Material
+from keyvault.models import Material, Notice
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import report_compromise
 from keyvault.services.recording.authorization import authorize
@@ -104,6 +105,17 @@ def test_replacement_revoked_while_rolling_back_ends_it(clock: Clock, verifier: 
     rotation = advance(rotation, clock, 3)
     assert (rotation.state, key_states(rotation)) == (S.ROLLED_BACK, ("active", "deactivated"))
     assert stored_key(rotation) == rotation.predecessor_id
+
+
+def test_rollback_whose_keys_both_ended_offers_no_predecessor(clock: Clock, verifier: UsageLog) -> None:
+    rotation = abort(overlapping(clock, verifier), clock)
+    assert rotation.replacement is not None
+    revoke(rotation.predecessor, clock)
+    revoke(rotation.replacement, clock)
+    rotation = advance(rotation, clock, 3)
+    assert (rotation.state, key_states(rotation)) == (S.ROLLED_BACK, ("deactivated", "deactivated"))
+    assert not rotation.evidence.filter(kind="written_back").exists()
+    assert not Notice.objects.filter(kind=NoticeKind.PREDECESSOR_AVAILABLE).exists()
 
 
 def test_replacement_tried_in_its_quarantine_delays_the_end(clock: Clock, verifier: UsageLog) -> None:

@@ -143,6 +143,29 @@ def test_schedule_that_is_infeasible_is_refused_with_the_field(
     assert not RotationSchedule.objects.exists()
 
 
+@pytest.mark.parametrize(
+    ("environment", "overrides", "least"),
+    [
+        (PRODUCTION, {}, 98),  # Quiet for 7 days, and a soak time of 600 s.
+        (PRODUCTION, {"quiet_seconds": 14 * 86_400}, 105),
+        (PRODUCTION, {"predecessor_may_expire": True}, 91),
+        (SANDBOX, {}, 91),
+        (SANDBOX, {"quiet_seconds": 2 * 86_400}, 93),
+    ],
+)
+def test_schedule_whose_keys_expire_before_their_rotations_is_refused(
+    clock: Clock, environment: Environment, overrides: dict[str, Any], least: int
+) -> None:
+    """The last date that is accepted leaves time for soak and quiet period after the cryptoperiod."""
+    with pytest.raises(RequestInvalidError) as refused:
+        save(environment, clock(), overrides=PlanOverrides(expires_in_days=least - 1, **overrides))
+    assert pointers(refused.value) == {"/overrides/expires_in_days"}
+    assert f"{least} or more" in refused.value.faults[0].detail
+    save(environment, clock(), overrides=PlanOverrides(expires_in_days=least, **overrides))
+    key, _ = scene.issue(scene.account(environment=environment), clock(), expires_in_days=least)
+    assert [each.predecessor for each in begun(clock() + 90 * DAY + timedelta(minutes=5))] == [key]
+
+
 @pytest.mark.parametrize("name", ["not_before", "deadline", "retire_at"])
 def test_schedule_with_a_date_in_its_plan_is_refused(clock: Clock, name: str) -> None:
     with pytest.raises(RequestInvalidError) as refused:
@@ -486,6 +509,23 @@ def test_begin_due_of_an_infeasible_rotation_is_logged_once_and_delays_nothing(
     assert len(records) == 1
     assert records[0].credential_id == expiring.credential_id  # type: ignore[attr-defined]  # set by `extra`
     assert "deadline" in records[0].why  # type: ignore[attr-defined]  # the same
+
+
+def test_begin_due_of_a_rotation_that_stays_infeasible_raises_one_alarm(clock: Clock) -> None:
+    """Not for a refusal that ends soon, and not once per retry."""
+    expiring, _ = scene.issue(scene.account(), clock(), expires_in_days=93)
+    row = save(SANDBOX, clock(), overrides=PlanOverrides(quiet_seconds=4 * 86_400))
+    at, alarms = clock() + 90 * DAY, Notice.objects.filter(kind=NoticeKind.SCHEDULE_STALLED, is_alarm=True)
+    retries = [at + timedelta(minutes=2**number - 1) for number in range(11)]
+    for retry in retries[:7]:
+        assert begin_due(retry) == []
+    assert not alarms.exists()
+    for retry in retries[7:]:
+        assert begin_due(retry) == []
+    alarm = alarms.get()
+    assert (alarm.subject, alarm.payload["schedule_id"]) == (expiring.credential_id, row.pk)
+    assert "soak and quiet period" in alarm.payload["why"]
+    assert alarm.created_at == retries[7]
 
 
 def test_begin_due_with_an_internal_fault_in_one_starts_the_others(
