@@ -247,8 +247,8 @@ def test_refusal_of_a_source_is_a_use_that_ends_a_gap(key: Key) -> None:
     assert (before.seen_at, before.longest_gap_seconds) == (NOON + 2 * DAY, 2 * 86_400)
     for source in ("192.0.2.1", "198.51.100.1"):
         use(key, source, outcome=REFUSED, at=NOON + 5 * DAY)
-    (source,) = find_sources(key.key_id).values()
-    assert (source.seen_at, source.longest_gap_seconds) == (NOON + 5 * DAY, 3 * 86_400)
+    (after,) = find_sources(key.key_id).values()
+    assert (after.seen_at, after.longest_gap_seconds) == (NOON + 5 * DAY, 3 * 86_400)
 
 
 # ------------------------------------------------------------------------------------------------- signs of life
