@@ -18,7 +18,8 @@ GAPS = 2
 class SourceFacts:
     """One source of the key that is being retired.
 
-    `used_at`: its last use of that key, allowed or denied. `moved_at`: its last allowed use of the key that stays.
+    `used_at`: its last use of that key, allowed, denied, or refused while the key was suspended. `moved_at`: its last
+    allowed use of the key that stays.
     `gap_seconds`: its longest gap between two uses; 0: the plan's quiet period suffices; None: it was seen only once
     (`keyvault.domain.sources.OCCASION`), or is OTHERS, whose silence proves nothing.
     """

@@ -416,7 +416,7 @@ def _when_overlapping(facts: Facts, now: datetime) -> Wait | Move:
         return _until_retired(facts, now)
     assert facts.replacement is not None  # noqa: S101  staged long before
     signs = (facts.replacement.last_used_at, facts.acknowledged_at, facts.confirmed_at)
-    last_at = _without_waived(facts, facts.predecessor.last_used_at)
+    last_at = _find_last_use(facts, facts.predecessor.last_used_at)
     return (
         _missing_use(signs, last_at, "the replacement to be used after the predecessor was")
         or _silence_of_sources(facts, last_at, "the predecessor")
@@ -455,7 +455,7 @@ def _when_rolling_back(facts: Facts, now: datetime) -> Wait | RotationAction | M
     if facts.written_back_at is None:
         return RotationAction("the secret backend to hold the predecessor again")
     if facts.quarantined_at is None:
-        used_at = _without_waived(facts, replacement.last_used_at)
+        used_at = _find_last_use(facts, replacement.last_used_at)
         last_at = max(filter(None, (used_at, facts.acknowledged_at)), default=None)
         # A replacement that was never used leaves no client to switch back.
         what = "the predecessor to be used after the replacement was"
@@ -481,11 +481,15 @@ def _missing_use(signs: tuple[datetime | None, ...], left_at: datetime | None, w
     return Wait(what) if not seen or (left_at is not None and max(seen) < left_at) else None
 
 
-def _without_waived(facts: Facts, last_at: datetime | None) -> datetime | None:
-    """Return the last use of the key that is being retired, without those of waived sources."""
-    if not any(source.is_waived for source in facts.sources):
-        return last_at
-    return max((source.used_at for source in facts.sources if not source.is_waived), default=None)
+def _find_last_use(facts: Facts, last_at: datetime | None) -> datetime | None:
+    """Return the last use of the key that is being retired, without those of waived sources.
+
+    `last_at`: its last allowed or denied use. A source's last use may be an attempt while the key was suspended.
+    """
+    used = [source.used_at for source in facts.sources if not source.is_waived]
+    if len(used) == len(facts.sources) and last_at is not None:
+        used.append(last_at)
+    return max(used, default=None)
 
 
 def list_awaited_sources(facts: Facts) -> list[AwaitedSource]:

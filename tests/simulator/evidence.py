@@ -84,7 +84,7 @@ def _list_sources(rotation: StoredRotation, rules: Rules) -> tuple[SourceFacts, 
     found = [
         SourceFacts(
             name,
-            used_at=row.last_at,
+            used_at=max(row.last_at, retiring.attempts.get(name, row.last_at)),
             moved_at=staying.sources[name].last_at if name in staying.sources else None,
             gap_seconds=find_source_gap(retiring, name, rotation.credential, delivered_at, rules.occasion),
             is_waived=name in rotation.waived,

@@ -392,6 +392,7 @@ def _report_dead_file(file: DeadFile, now: datetime) -> None:
         number = max(row.report, file.last_number) + 1
         report = Report(file.reporter_id, number, now, is_final=True, counted=[uses], used=set())
         _write(report, load_peppers.newest_versions())
+        _notify_of_refused(report)
         _log.warning("reported the uses of a killed process", extra={"count": len(uses)})
     file.delete()
 

@@ -86,8 +86,9 @@ class SourceUse:
     """Use of a private key by one source.
 
     `first_at`: when its first minute of allowed use began; `last_at`: its last allowed use; None: it had none.
-    `denied_at`: the last time when it was denied. `longest_gap_seconds`: between two uses; None: it was seen only
-    once, so that no gap is known. `moved_at`: its last allowed use of the key that the rotation keeps.
+    `denied_at`: the last time when it was denied; `refused_at`: when it was refused because the key was suspended.
+    `longest_gap_seconds`: between two uses, or from its last use to a later refusal; None: it was seen only once, so
+    that no gap is known. `moved_at`: its last allowed use of the key that the rotation keeps.
     """
 
     name: str
@@ -96,11 +97,12 @@ class SourceUse:
     denied_at: datetime | None
     longest_gap_seconds: int | None
     moved_at: datetime | None = None
+    refused_at: datetime | None = None
 
     @property
     def seen_at(self) -> datetime:
-        """The last use, allowed or denied."""
-        return max(at for at in (self.last_at, self.denied_at) if at is not None)
+        """The last use: allowed, denied, or refused because the key was suspended."""
+        return max(at for at in (self.last_at, self.denied_at, self.refused_at) if at is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,10 +305,11 @@ def find_sources(key_id: str, staying_id: str = "") -> dict[str, SourceUse]:
             None if first is None else datetime.fromtimestamp(first * 60, UTC),
             last_at,
             denied_at,
-            _gap_seconds((first, last, gap), earlier.get(name, [])),
+            _gap_seconds((first, last, gap), refused_at, earlier.get(name, [])),
             moved_at,
+            refused_at,
         )
-        for name, first, last, gap, last_at, denied_at, moved_at in sorted(own)[:MAX_SOURCES]
+        for name, first, last, gap, last_at, denied_at, refused_at, moved_at in sorted(own)[:MAX_SOURCES]
     ]
     if len(own) > MAX_SOURCES:
         last_at = find_last(key_id)
@@ -327,7 +330,8 @@ def _read_sources(key_id: str, staying_id: str) -> tuple[list[Any], dict[str, li
         first_minute__isnull=False,
     )
     moved = KeySource.objects.filter(key=staying_id, name=OuterRef("name")).values("last_at")
-    columns = ("key_id", "name", "first_minute", "last_minute", "longest_gap_minutes", "last_at", "denied_at")
+    minutes, times = ("first_minute", "last_minute", "longest_gap_minutes"), ("last_at", "denied_at", "refused_at")
+    columns = ("key_id", "name", *minutes, *times)
     rows = own.values_list(*columns, Subquery(moved)).union(
         earlier.values_list(*columns, Value(None, DateTimeField())), all=True
     )
@@ -340,11 +344,19 @@ def _read_sources(key_id: str, staying_id: str) -> tuple[list[Any], dict[str, li
     return found_own, found_earlier
 
 
-def _gap_seconds(use: tuple[int | None, int | None, int], earlier: list[Minutes]) -> int | None:
-    """Return a source's longest gap in seconds; None: it was seen only once with the key that it uses now."""
+def _gap_seconds(
+    use: tuple[int | None, int | None, int], refused_at: datetime | None, earlier: list[Minutes]
+) -> int | None:
+    """Return a source's longest gap in seconds; None: it was seen only once with the key that it uses now.
+
+    A refusal after its last allowed use ends a gap, because the source called.
+    """
     first, last, gap = use
     if first is None or last is None:
         return gap * 60
+    if refused_at is not None:
+        refused = int(refused_at.timestamp() // 60)
+        gap, last = max(gap, refused - last), max(last, refused)
     if timedelta(minutes=last - first) <= OCCASION:
         return None
     return find_longest_gap(sorted([*earlier, (first, last, gap)])) * 60

@@ -208,9 +208,11 @@ def _wake_for_changed(key_ids: Collection[str], permission: Permission | None, n
 def _wake_for_refused(key_ids: Collection[str], now: datetime, **_: Any) -> None:
     """Wake rotations whose key in quarantine was tried. Attempts with an old public key have no effect.
 
-    They are not urgent: a client that does not stop would delay the merchants without a usable key.
+    Where no attempt can reinstate the key, only those up to the alarm do. They are not urgent: a client that does not
+    stop would delay the merchants without a usable key.
     """
-    tried = Q(state=S.QUARANTINE, reinstated_at=None, waived_at=None) & ~Q(credential__kind=KeyKind.PUBLIC)
+    has_effect = Q(reinstated_at=None, waived_at=None) | Q(alarmed_at=None)
+    tried = Q(has_effect, state=S.QUARANTINE) & ~Q(credential__kind=KeyKind.PUBLIC)
     tried |= Q(state=S.ROLLING_BACK, quarantined_at__isnull=False)
     _wake(_list_open(key_ids, tried, is_urgent=False), now)
 

@@ -82,6 +82,19 @@ def test_source_waived_delays_nothing_by_its_uses() -> None:
     assert overlap(DAILY, replace(JOB, used_at=NOW)) == "wait"
 
 
+def test_attempt_of_a_source_is_the_last_use_of_the_old_key() -> None:
+    """The replacement must be used after it, as after a use that was allowed."""
+    attempt = replace(JOB, used_at=NOW - QUIET, gap_seconds=0)
+    known = {"predecessor": KeyFacts(K.ACTIVE, last_used_at=NOW - DAY)}
+    assert overlap(attempt, **known) == "to quarantine"
+    assert (
+        outcome_of(
+            step(S.OVERLAP, replacement=used(1, 1, NOW - DAY), sources=(attempt,), observed_through=NOW, **known)
+        )
+        == "wait"
+    )
+
+
 @pytest.mark.parametrize("moved_at", [None, NOW])
 def test_clients_that_were_not_kept_apart_have_neither_moved_nor_stopped(moved_at: datetime | None) -> None:
     """One of them may be a job that calls once a month."""

@@ -211,9 +211,9 @@ def test_usage_longest_gap_of_a_source_counts_allowed_uses_only(key: Key, log: U
             log.flush()
     (only,) = find_sources(key.key_id).values()
     assert (only.longest_gap_seconds, only.last_at) == (72_000, last_at)
-    assert only.seen_at == only.denied_at
     assert only.denied_at is not None
-    assert only.denied_at > last_at
+    assert only.seen_at == only.refused_at
+    assert only.seen_at > only.denied_at > last_at
 
 
 def test_usage_of_a_source_within_a_day_has_no_gap(key: Key, log: UsageLog, clock: Clock) -> None:

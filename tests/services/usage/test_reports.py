@@ -238,6 +238,19 @@ def test_sources_of_a_later_key_or_of_others_change_no_gap(key: Key, replacement
     assert find_sources(key.key_id)["192.0.2.0/24 shop"].longest_gap_seconds == 3 * 86_400
 
 
+def test_refusal_of_a_source_is_a_use_that_ends_a_gap(key: Key) -> None:
+    """Only a source that used the key before has one. A refusal before its last use changes nothing."""
+    for day in (0, 2):
+        use(key, at=NOON + day * DAY)
+    use(key, outcome=REFUSED, at=NOON + DAY)
+    (before,) = find_sources(key.key_id).values()
+    assert (before.seen_at, before.longest_gap_seconds) == (NOON + 2 * DAY, 2 * 86_400)
+    for source in ("192.0.2.1", "198.51.100.1"):
+        use(key, source, outcome=REFUSED, at=NOON + 5 * DAY)
+    (after,) = find_sources(key.key_id).values()
+    assert (after.seen_at, after.longest_gap_seconds) == (NOON + 5 * DAY, 3 * 86_400)
+
+
 # ------------------------------------------------------------------------------------------------- signs of life
 
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from keyvault.domain.environments import Environment
 from keyvault.models import Key, UsageReporter, UseBucket
+from keyvault.models.usage import UseOutcome
+from keyvault.services.recording.signals import keys_refused
 from keyvault.services.usage import recorder, unreported_uses
 from keyvault.services.usage.recorder import LOST_AFTER, UsageLog, note_lost, observe, report_dead
 from keyvault.services.usage.reports import find_sources
@@ -98,6 +100,26 @@ def test_uses_of_a_killed_process_are_reported_by_another(clock: Clock, folder: 
     assert not list(folder.iterdir())
     report_dead(clock())
     assert counts() == {"192.0.2.1": 1, "198.51.100.1": 1}
+
+
+@pytest.mark.parametrize("outcome", [UseOutcome.ALLOWED, UseOutcome.REFUSED])
+def test_refused_uses_of_a_killed_process_notify_the_receivers(
+    log: UsageLog, key: Key, clock: Clock, outcome: UseOutcome
+) -> None:
+    """An attempt in quarantine reinstates the key as soon as it is reported."""
+    notified: list[set[str]] = []
+
+    def receive(key_ids: set[str], **_: object) -> None:
+        notified.append(key_ids)
+
+    use(log, key, outcome=outcome)
+    kill(log)
+    keys_refused.connect(receive)
+    try:
+        report_dead(clock())
+    finally:
+        keys_refused.disconnect(receive)
+    assert notified == ([{key.key_id}] if outcome is UseOutcome.REFUSED else [])
 
 
 @pytest.mark.database

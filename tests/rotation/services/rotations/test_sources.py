@@ -195,6 +195,42 @@ def test_silence_of_a_monthly_client_that_moved_is_one_gap_and_the_quiet_period(
     assert (rotation.state, fleet.refused) == (S.COMPLETED, [])
 
 
+def test_attempt_of_a_known_source_in_quarantine_restarts_its_silence(fleet: ClientFleet) -> None:
+    """A month-end job that missed a month is refused once, and finds its key at its next call."""
+    fleet.live(91)
+    fleet.begin(deadline=scene.later(fleet.clock(), 300 * DAY))
+    fleet.switch_shop()
+    while get_rotation(fleet.rotation_id).state == S.OVERLAP:
+        fleet.live(1, job_every=1000)
+    assert get_rotation(fleet.rotation_id).state == S.QUARANTINE
+    fleet.call(fleet.old, MONTH_END, "month-end/3")
+    fleet.turn()
+    assert get_rotation(fleet.rotation_id).state == S.OVERLAP
+    refused = list(fleet.refused)
+    fleet.live(119, job_every=1000)
+    assert get_rotation(fleet.rotation_id).state == S.OVERLAP, "expected twice the 60 days up to the attempt"
+    fleet.call(fleet.old, MONTH_END, "month-end/3")
+    assert fleet.refused == refused
+    assert len(refused) == 1
+
+
+def test_attempt_of_a_source_that_moved_restarts_its_silence(fleet: ClientFleet) -> None:
+    """Its other hosts use the replacement, but one has yet to be switched."""
+    fleet.live(31)
+    fleet.begin(deadline=scene.later(fleet.clock(), 300 * DAY))
+    fleet.switch_shop()
+    fleet.job_key = fleet.new
+    while get_rotation(fleet.rotation_id).state == S.OVERLAP:
+        fleet.live(1)
+    fleet.call(fleet.old, MONTH_END, "month-end/3")
+    fleet.turn()
+    rotation = fleet.live(31)
+    assert rotation is not None
+    assert (rotation.state, len(fleet.refused)) == (S.OVERLAP, 1)
+    fleet.call(fleet.old, MONTH_END, "month-end/3")
+    assert len(fleet.refused) == 1
+
+
 def test_gap_that_is_open_at_delivery_counts_as_long_as_it_is_then(fleet: ClientFleet) -> None:
     """A daily job that stopped 20 days before has a gap of 20 days, which does not grow while the rotation waits."""
     fleet.live(10, job_every=1)

@@ -13,7 +13,7 @@ from rotation.domain.plan_fields import AtDeadline, Reinstatement
 from rotation.models import EvidenceKind, Rotation
 from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.steps import advance, begun, key_states, revoke, wait
+from tests.rotation.steps import advance, begun, key_states, list_due, revoke, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -72,6 +72,22 @@ def test_predecessor_is_reinstated_once(clock: Clock, verifier: UsageLog) -> Non
     rotation = wait(rotation, clock, verifier, 1)
     assert rotation.state == S.QUARANTINE
     assert wait(rotation, clock, verifier, 6).state == S.COMPLETED
+
+
+@pytest.mark.sqlite
+def test_attempts_that_cannot_reinstate_a_key_make_its_rotation_due_until_the_alarm(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    rotation = attempt(in_quarantine(clock, verifier), clock, verifier, KNOWN)
+    scene.use(verifier, rotation.replacement_id or "")
+    rotation = wait(rotation, clock, verifier, 6)
+    assert rotation.state == S.QUARANTINE
+    for is_due in (True, False):
+        clock.tick(1)
+        scene.use(verifier, rotation.predecessor_id, source=KNOWN, outcome=UseOutcome.REFUSED)
+        assert (list_due(clock) == [rotation.rotation_id]) == is_due
+        assert advance(rotation, clock).alarmed_at is not None
+    assert alarms() == [True, False]
 
 
 def test_attempt_from_an_unknown_source_raises_an_alarm_and_delays_nothing(clock: Clock, verifier: UsageLog) -> None:
@@ -134,6 +150,21 @@ def test_deadline_with_a_revoking_plan_passes_through_quarantine(clock: Clock, v
     rotation = wait(rotation, clock, verifier, 6)
     assert rotation.state == S.COMPLETED
     assert [evidence.kind for evidence in rotation.evidence.order_by("created_at", "pk")].count("silent") == 0
+
+
+@pytest.mark.sqlite
+def test_attempt_raises_an_alarm_before_a_quarantine_ends_in_the_same_turn(clock: Clock, verifier: UsageLog) -> None:
+    """A quarantine of a revoking plan waits for no attempt, so it may end before a turn has seen the attempt."""
+    rotation = advance(begun(clock, at_deadline=AtDeadline.REVOKE, deadline=scene.later(clock(), 60)), clock)
+    scene.acknowledge_replacement(rotation.rotation_id, clock.tick(1))
+    while rotation.state in {S.AWAITING_PROOF, S.OVERLAP}:
+        scene.use(verifier, rotation.predecessor_id, source=KNOWN)
+        rotation = wait(rotation, clock, verifier, 0)
+    assert rotation.state == S.QUARANTINE
+    clock.tick(1)
+    scene.use(verifier, rotation.predecessor_id, source=KNOWN, outcome=UseOutcome.REFUSED)
+    assert wait(rotation, clock, verifier, 30).state == S.COMPLETED
+    assert alarms() == [False]
 
 
 @pytest.mark.sqlite
