@@ -444,6 +444,19 @@ def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -
     return UseAttempts(max(tried, default=None), known_at)
 
 
+def find_late_use(key_id: str, after: datetime, without: Collection[str] = ()) -> datetime | None:
+    """Return the last use after this time, allowed or denied, by a source that had used the key before it.
+
+    `without`: names of sources whose uses do not count. Most calls read no source: the key had no use after this time.
+    """
+    last_at = find_last(key_id)
+    if last_at is None or last_at <= after:
+        return None
+    late = KeySource.objects.filter(Q(last_at__gt=after) | Q(denied_at__gt=after), _is_known(after), key=key_id)
+    times = late.exclude(name__in=without).aggregate(allowed=Max("last_at"), denied=Max("denied_at"))
+    return max((at for at in times.values() if at is not None), default=None)
+
+
 def _is_known(before: datetime) -> Q:
     """Match sources that really used the key before this time.
 

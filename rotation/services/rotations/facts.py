@@ -27,6 +27,7 @@ from keyvault.services.usage.reports import (
     UseAttempts,
     find_attempts,
     find_last_of_keys,
+    find_late_use,
     find_sources,
     find_users,
     has_more_users,
@@ -182,12 +183,31 @@ def _key_facts(
 def _find_attempts(rotation: Rotation, retiring: Key) -> UseAttempts:
     """Find the attempts since the rotation suspended the key, without those of waived sources, which are expected.
 
+    A known source's use counts as one if it came after the time up to which the key was observed to be silent.
     Attempts with an old public key have no effect: shipped apps keep using it.
     """
     is_ignored = rotation.credential.kind == KeyKind.PUBLIC and rotation.stage is not RotationState.ROLLING_BACK
     if rotation.quarantined_at is None or is_ignored:
         return UseAttempts()
-    return find_attempts(retiring.key_id, rotation.quarantined_at, list_waived(rotation, retiring))
+    waived = list_waived(rotation, retiring)
+    found = find_attempts(retiring.key_id, rotation.quarantined_at, waived)
+    through = _find_observed_through(rotation)
+    late_at = None if through is None else find_late_use(retiring.key_id, through, waived)
+    if late_at is None:
+        return found
+    return UseAttempts(max(late_at, found.last_at or late_at), max(late_at, found.last_known_at or late_at))
+
+
+def _find_observed_through(rotation: Rotation) -> datetime | None:
+    """Return the time up to which the key in quarantine was observed to be silent; None: silence was not required.
+
+    Verifiers report a use seconds later, and may allow the key until they have read its suspension.
+    """
+    for each in rotation.evidence.all():
+        if each.kind == EvidenceKind.SILENT and each.created_at == rotation.quarantined_at:
+            through = each.seen["observed_through"]
+            return None if through is None else datetime.fromisoformat(through)
+    return None
 
 
 def _is_past(key: Key, now: datetime) -> bool:

@@ -115,7 +115,9 @@ def _enter(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Change
         case S.AWAITING_PROOF:
             return {"notified_at": grant.at}
         case S.OVERLAP:
-            return _reinstate(grant, rotation) if facts.state is S.QUARANTINE else _overlap(grant, rotation, facts)
+            return (
+                _reinstate(grant, rotation, facts) if facts.state is S.QUARANTINE else _overlap(grant, rotation, facts)
+            )
         case S.QUARANTINE:
             return _quarantine(grant, rotation, facts, step)
         case S.REVOKING:
@@ -153,9 +155,13 @@ def _overlap(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
     return {"used_at": grant.at}
 
 
-def _reinstate(grant: Grant, rotation: Rotation) -> Changes:
+def _reinstate(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
     """Reinstate the predecessor, once per rotation: a known source still uses it (the tripwire)."""
-    seen: dict[str, JsonValue] = {"key_id": rotation.predecessor_id, "attempts": _cite_attempts(rotation)}
+    seen: dict[str, JsonValue] = {
+        "key_id": rotation.predecessor_id,
+        "last_seen_at": format_timestamp(facts.predecessor.tried_by_known_at),
+        "attempts": _cite_attempts(rotation),
+    }
     note_evidence(rotation, EvidenceKind.TRIED, seen, grant.at)
     return {**_lift(grant, rotation), "reinstated_at": grant.at, "silent_at": None, "alarmed_at": grant.at}
 

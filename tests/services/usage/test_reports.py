@@ -20,6 +20,7 @@ from keyvault.services.usage.reports import (
     describe_use,
     find_attempts,
     find_last,
+    find_late_use,
     find_sources,
     find_users,
     has_more_users,
@@ -317,6 +318,17 @@ def test_source_that_was_used_before_and_after_a_time_is_known(key: Key, outcome
     use(key, at=since, outcome=outcome)
     use(key, at=since, outcome=REFUSED)
     assert find_attempts(key.key_id, since) == UseAttempts(since, since)
+
+
+def test_late_use_is_by_a_source_that_used_the_key_before(key: Key) -> None:
+    for at in (NOON, NOON + HOUR):
+        use(key, at=at)
+    assert find_late_use(key.key_id, NOON + HOUR) is None
+    use(key, "198.51.100.1", at=NOON + 2 * HOUR)
+    assert find_late_use(key.key_id, NOON + HOUR) is None
+    use(key, outcome=DENIED, at=NOON + 3 * HOUR)
+    assert find_late_use(key.key_id, NOON + HOUR) == NOON + 3 * HOUR
+    assert find_late_use(key.key_id, NOON + HOUR, ["192.0.2.0/24 shop"]) is None
 
 
 def test_source_is_a_network_with_a_product(key: Key) -> None:

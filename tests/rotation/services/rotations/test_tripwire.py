@@ -5,8 +5,9 @@ import pytest
 from keyvault.domain.keys import KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
+from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Notice
-from keyvault.models.usage import UseOutcome
+from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import AtDeadline, Reinstatement
@@ -58,6 +59,23 @@ def test_attempt_from_another_address_of_a_known_network_reinstates_the_predeces
     """A source is a network with a product: an instance of the same client may have another address."""
     rotation = attempt(in_quarantine(clock, verifier), clock, verifier, "192.0.2.77")
     assert (rotation.state, key_states(rotation)) == (S.OVERLAP, ("active", "active"))
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize("outcome", SIGNS_OF_LIFE)
+@pytest.mark.parametrize("source", [KNOWN, UNKNOWN])
+def test_use_that_was_reported_after_the_decision_is_an_attempt(
+    clock: Clock, verifier: UsageLog, outcome: UseOutcome, source: str
+) -> None:
+    """A verifier reports a use seconds later, and may accept the key until it has read its suspension."""
+    clock.tick(50)  # The source is known by an earlier minute.
+    rotation = in_quarantine(clock, verifier)
+    assert advance(rotation, clock).state == S.QUARANTINE
+    scene.use(verifier, rotation.predecessor_id, source=source, outcome=outcome)
+    rotation = advance(rotation, clock)
+    assert rotation.state == (S.OVERLAP if source == KNOWN else S.QUARANTINE)
+    if source == KNOWN:
+        assert rotation.evidence.get(kind=EvidenceKind.TRIED).seen["last_seen_at"] == format_timestamp(clock())
 
 
 @pytest.mark.sqlite
