@@ -5,7 +5,7 @@ body of unannounced length. ASGI has the bytes, so the environ (PEP 3333) is bui
 
 - a header whose name holds an underscore is dropped; a repeated header is joined with a comma;
 - `keyvault.raw_path` is the path as it was sent (see `keyvault.api.middleware`);
-- a path and query above 8 KiB, and a head above 16 KiB or 100 headers, are refused as on the dedicated verifier;
+- a path and query above 8 KiB, and a head above 16 KiB, are refused as on the dedicated verifier;
 - an unreadable Content-Type is omitted, and so are its parameters with a charset other than UTF-8;
 - the body is read before a thread is taken, so that slow senders hold none. A body above the limit is not read: code
   that reads it gets RequestDataTooBig. Credentials are thus judged before the body, whatever its size.

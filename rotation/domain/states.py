@@ -58,8 +58,9 @@ class KeyFacts:
     """Facts about one of the two keys.
 
     `count`, `sources`, `minutes`, `first_used_at`: real traffic, which counts as proof; `minutes`: the distinct minutes
-    that it was seen in. `has_traffic`: whether the predecessor was used since a plan that found it dormant, other than
-    by the calls that fetch the replacement. `last_used_at`: the last use of any kind.
+    that it was seen in. `has_traffic`: whether the predecessor had an allowed call since a plan that found it dormant,
+    other than those that fetch or acknowledge the replacement or set a recipient key. `last_used_at`: the last use of
+    any kind.
     `tried_at`: the last attempt to use the key since it was quarantined. `tried_by_known_at`: the last such attempt
     from a source that had used the key before.
     """

@@ -87,7 +87,7 @@ def gateway_drops_headers_with_underscores(scene: GatewayScene) -> None:
     assert scene.refused(answer) == (401, "credential_missing")
 
 
-def gateway_returns_431_for_more_headers_than_keyvault_takes(scene: GatewayScene) -> None:
+def gateway_returns_431_for_headers_that_are_too_large(scene: GatewayScene) -> None:
     """A client whose headers are too large is at fault, and does not read that Keyvault is down."""
     large = [f"X-{number}: {'a' * 4000}" for number in range(5)]
     answer = scene.gateway.send(f"X-Api-Key: {scene.key}", *large, path=ORDERS)
@@ -181,7 +181,7 @@ CHECKS = (
     gateway_passes_on_the_identity_from_keyvault_alone,
     gateway_returns_the_original_status_to_its_client,
     gateway_drops_headers_with_underscores,
-    gateway_returns_431_for_more_headers_than_keyvault_takes,
+    gateway_returns_431_for_headers_that_are_too_large,
     gateway_asks_before_it_reads_the_body,
     gateway_passes_on_retry_after,
     gateway_of_one_environment_refuses_the_others_key,

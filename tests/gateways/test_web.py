@@ -66,6 +66,8 @@ def test_web_sample_answers_its_own_errors_with_problem_documents() -> None:
             ((), "x", "", (400, "request_invalid")),
         ):
             assert refused(web.send(*lines, path=path, body=body)) == expected, (path[:20], expected)
+        assert refused(web.send(method="TRACE", path="/sandbox/orders")) == (405, "method_not_allowed")
+        assert refused(web.send("Transfer-Encoding: x", path="/sandbox/orders")) == (501, "request_invalid")
         assert upstream.seen == []
         answers = [web.send(path="/sandbox/orders") for _ in range(21)]
         assert [answer.status for answer in answers[:19]] == [207] * 19

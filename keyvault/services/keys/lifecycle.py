@@ -402,8 +402,10 @@ def _alarm_if_last(grant: Grant, key: Key) -> None:
     """
     if key.credential.account.merchant.status == MerchantStatus.OFFBOARDED:
         return
-    others = usable_keys(key.credential_id, grant.at).exclude(pk=key.pk)
-    others = others.exclude(pk__in=find_undelivered(key.credential_id))
+    undelivered = find_undelivered(key.credential_id)
+    if key.pk in undelivered:
+        return  # Its end takes no access away. The end of the key that the merchant reads raises the alarm.
+    others = usable_keys(key.credential_id, grant.at).exclude(pk=key.pk).exclude(pk__in=undelivered)
     if not list(others.select_for_update(skip_locked=True, no_key=True)):
         why = str(key.reason or key.retirement)
         _announce(grant, NoticeKind.CREDENTIAL_WITHOUT_KEY, key, key.credential_id, why)

@@ -202,8 +202,9 @@ class AnchorWriter:
             # The secret backend was set back, so that the anchor lacks what this process has passed.
             self.position, self.anchored = min(self.position, anchor.sequence), anchor.sequence
             return 0
+        counter = read_counter()  # before `anchored` changes, so that an error of the database loses nothing
         is_newer, self.anchored = anchor.sequence > self.anchored, anchor.sequence
-        if is_newer and self.position < anchor.sequence <= read_counter():
+        if is_newer and self.position < anchor.sequence <= counter:
             # Another worker was faster.
             self.position = anchor.sequence
             return 0

@@ -396,7 +396,7 @@ def find_last_of_keys(
 
 
 def has_traffic(key_id: str) -> bool:
-    """Whether the key was used, other than by acknowledgements and the like; see `HAS_TRAFFIC`."""
+    """Whether the key had an allowed call, other than acknowledgements and the like; see `HAS_TRAFFIC`."""
     return KeyUse.objects.filter(HAS_TRAFFIC, key=key_id).exists()
 
 

@@ -1,7 +1,7 @@
 """The facts of a rotation: gathered for `states.next_step`, and recorded as evidence once proved."""
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -115,7 +115,11 @@ def _gather_sources(rotation: Rotation) -> Iterator[SourceFacts]:
 
 def list_waived(rotation: Rotation, key: Key) -> set[str]:
     """List the names of the sources that operators have waived for the key that is being retired."""
-    waivers = (each.seen for each in rotation.evidence.all() if each.kind == EvidenceKind.SOURCE_WAIVED)
+    return _read_waived(rotation.evidence.all(), key)
+
+
+def _read_waived(evidence: Iterable[Evidence], key: Key) -> set[str]:
+    waivers = (each.seen for each in evidence if each.kind == EvidenceKind.SOURCE_WAIVED)
     return {seen["source"] for seen in waivers if seen["key_id"] == key.key_id}
 
 
@@ -189,21 +193,22 @@ def _find_attempts(rotation: Rotation, retiring: Key) -> UseAttempts:
     is_ignored = rotation.credential.kind == KeyKind.PUBLIC and rotation.stage is not RotationState.ROLLING_BACK
     if rotation.quarantined_at is None or is_ignored:
         return UseAttempts()
-    waived = list_waived(rotation, retiring)
+    evidence = list(rotation.evidence.all())
+    waived = _read_waived(evidence, retiring)
     found = find_attempts(retiring.key_id, rotation.quarantined_at, waived)
-    through = _find_observed_through(rotation)
+    through = _find_observed_through(rotation, evidence)
     late_at = None if through is None else find_late_use(retiring.key_id, through, waived)
     if late_at is None:
         return found
     return UseAttempts(max(late_at, found.last_at or late_at), max(late_at, found.last_known_at or late_at))
 
 
-def _find_observed_through(rotation: Rotation) -> datetime | None:
+def _find_observed_through(rotation: Rotation, evidence: Iterable[Evidence]) -> datetime | None:
     """Return the time up to which the key in quarantine was observed to be silent; None: silence was not required.
 
     Verifiers report a use seconds later, and may allow the key until they have read its suspension.
     """
-    for each in rotation.evidence.all():
+    for each in evidence:
         if each.kind == EvidenceKind.SILENT and each.created_at == rotation.quarantined_at:
             through = each.seen["observed_through"]
             return None if through is None else datetime.fromisoformat(through)

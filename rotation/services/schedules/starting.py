@@ -328,10 +328,10 @@ def _note_refusal(claim: Claim, error: Exception, now: datetime) -> None:
 
 
 def _raise_alarm(claim: Claim, why: str, now: datetime) -> None:
-    """Raise one alarm per date of the credential, since its key may expire before a person looks at the calendar."""
-    credential, schedule, date = claim.candidate.credential, claim.candidate.order.schedule, claim.candidate.date
-    sent = Notice.objects.filter(kind=NoticeKind.SCHEDULE_STALLED, subject=credential.credential_id)
-    if date is None or sent.filter(created_at__gte=date.ask_at).exists():
+    """Raise an alarm, at most one a day for a schedule: its keys may expire before a person looks at the calendar."""
+    credential, schedule = claim.candidate.credential, claim.candidate.order.schedule
+    sent = Notice.objects.filter(kind=NoticeKind.SCHEDULE_STALLED, subject=str(schedule.pk))
+    if sent.filter(created_at__gte=now - timedelta(days=1)).exists():
         return
     account = credential.account
     payload: dict[str, JsonValue] = {
@@ -342,7 +342,8 @@ def _raise_alarm(claim: Claim, why: str, now: datetime) -> None:
     }
     grant = authorize(WORKER, P.ROTATIONS_BEGIN, account, now=now)
     with recorded(grant, P.ROTATIONS_BEGIN, "schedule.stalled", account=account, **payload):
-        announce(grant, NoticeKind.SCHEDULE_STALLED, account, credential.credential_id, **payload)
+        announce(grant, NoticeKind.SCHEDULE_STALLED, account, str(schedule.pk), **payload)
+    _log.error("schedule stalled", extra={"schedule": str(schedule), "why": why})
 
 
 def begin(candidate: Candidate, now: datetime) -> Rotation | None:

@@ -511,9 +511,10 @@ def test_begin_due_of_an_infeasible_rotation_is_logged_once_and_delays_nothing(
     assert "deadline" in records[0].why  # type: ignore[attr-defined]  # the same
 
 
-def test_begin_due_of_a_rotation_that_stays_infeasible_raises_one_alarm(clock: Clock) -> None:
-    """Not for a refusal that ends soon, and not once per retry."""
-    expiring, _ = scene.issue(scene.account(), clock(), expires_in_days=93)
+def test_begin_due_of_rotations_that_stay_infeasible_raises_one_alarm_a_day(clock: Clock) -> None:
+    """Not for a refusal that ends soon, and neither once per retry nor once per credential."""
+    for label in ("a", "b"):
+        scene.issue(scene.account(), clock(), label=label, expires_in_days=93)
     row = save(SANDBOX, clock(), overrides=PlanOverrides(quiet_seconds=4 * 86_400))
     at, alarms = clock() + 90 * DAY, Notice.objects.filter(kind=NoticeKind.SCHEDULE_STALLED, is_alarm=True)
     retries = [at + timedelta(minutes=2**number - 1) for number in range(11)]
@@ -523,9 +524,11 @@ def test_begin_due_of_a_rotation_that_stays_infeasible_raises_one_alarm(clock: C
     for retry in retries[7:]:
         assert begin_due(retry) == []
     alarm = alarms.get()
-    assert (alarm.subject, alarm.payload["schedule_id"]) == (expiring.credential_id, row.pk)
+    assert (alarm.subject, alarm.payload["schedule_id"]) == (str(row.pk), row.pk)
     assert "soak and quiet period" in alarm.payload["why"]
     assert alarm.created_at == retries[7]
+    begin_due(retries[7] + timedelta(days=2))
+    assert alarms.count() == 2
 
 
 def test_begin_due_with_an_internal_fault_in_one_starts_the_others(
