@@ -100,6 +100,21 @@ def test_predecessor_that_ends_after_it_was_written_back_raises_an_alarm(clock: 
     assert list_alarms() == [NoticeKind.CREDENTIAL_WITHOUT_KEY]
 
 
+def test_replacement_that_ends_after_the_predecessor_and_before_its_delivery_raises_no_second_alarm(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merchant cannot read it, so its end takes no access away."""
+    key, _ = scene.issue(scene.account(), clock())
+    rotation = scene.rotate(key.credential, clock())
+    monkeypatch.setattr(LocalKeystore, "put", scene.unavailable)
+    rotation = advance(rotation, clock)
+    assert (rotation.state, key_states(rotation)) == (S.PUBLISHING, ("active", "active"))
+    assert rotation.replacement is not None
+    revoke(rotation.predecessor, clock)
+    revoke(rotation.replacement, clock)
+    assert list_alarms() == [NoticeKind.CREDENTIAL_WITHOUT_KEY]
+
+
 def list_alarms() -> list[str]:
     return list(Notice.objects.filter(is_alarm=True).values_list("kind", flat=True))
 
