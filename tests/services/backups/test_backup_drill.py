@@ -359,9 +359,11 @@ def test_restore_replaces_a_database_of_a_newer_schema(postgres_drill: Drill) ->
     assert (newer := host.run_json("-c", DUMP_STATE)) != before
 
     real, database = host.environ["PATH"], drill.database
+    # At the end of a statement: in the middle of one, `psql` fails, too.
+    torn = r"/^CREATE TABLE public.keyvault_merchant /,\$d"
     assert isinstance(database, PostgresDump)
     for script, why in [
-        (f'"{database.programs}/pg_restore" "$@" | head -c 100000; echo torn >&2; exit 1', "torn"),
+        (f'"{database.programs}/pg_restore" "$@" | sed "{torn}"; echo torn >&2; exit 1', "torn"),
         (f'"{database.programs}/pg_restore" "$@"; echo "SELECT 1/0;"', "division by zero"),
     ]:
         host.environ["PATH"] = f"{fake_program(drill.folder, 'pg_restore', script)}{os.pathsep}{real}"
