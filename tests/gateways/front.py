@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPMessage, HTTPResponse
@@ -123,21 +123,35 @@ class Gateway:
 @contextmanager
 def nginx_gateway(token: str, *, keyvault: int, upstream: int) -> Iterator[Gateway]:
     """Run the shipped sample with other addresses, listen line, token file and log paths."""
+    line = f'proxy_set_header X-Service-Token "{token}";\n'
 
-    folders: list[Path] = []
-
-    def http(place: Place) -> str:
-        folders.append(Path(place.directory))
-        line = f'proxy_set_header X-Service-Token "{token}";\n'
-        text = SAMPLE.read_text()
-        for shipped, ours in (
+    def changes(place: Place) -> Changes:
+        return (
             ("server 127.0.0.1:8000;", f"server 127.0.0.1:{keyvault};"),
             ("server 127.0.0.1:9000;", f"server 127.0.0.1:{upstream};"),
             ("listen 8080;", f"listen 127.0.0.1:{place.port};"),
             ("access_log /var/log/nginx/keyvault-gateway.log", f"access_log {place.directory}/gateway.log"),
             ("error_log /var/log/nginx/keyvault-gateway-error.log", f"error_log {place.directory}/gateway-error.log"),
             ("include /etc/nginx/keyvault-service-token.conf;", f"include {place.write('token.conf', line)};"),
-        ):
+        )
+
+    with nginx_sample(SAMPLE, changes) as gateway:
+        yield gateway
+
+
+Changes = tuple[tuple[str, str], ...]
+"""Texts of a sample, each with its replacement in a test."""
+
+
+@contextmanager
+def nginx_sample(sample: Path, changes: Callable[[Place], Changes]) -> Iterator[Gateway]:
+    """Run a shipped sample of nginx. Each text of `changes` must stand in it exactly once."""
+    folders: list[Path] = []
+
+    def http(place: Place) -> str:
+        folders.append(Path(place.directory))
+        text = sample.read_text()
+        for shipped, ours in changes(place):
             assert text.count(shipped) == 1, shipped
             text = text.replace(shipped, ours)
         return text

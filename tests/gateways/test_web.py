@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers.nginx import nginx_server
 from tests.servers.throwaway import Place
 
-from .front import Gateway, GatewayAnswer, echoing
+from .front import Changes, Gateway, GatewayAnswer, echoing, nginx_sample
 
 pytestmark = pytest.mark.usefixtures("nginx")
 
@@ -21,12 +20,9 @@ SAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "nginx" / "keyvault-we
 @contextmanager
 def web_sample(upstream: int) -> Iterator[Gateway]:
     """Run the sample without TLS, at addresses of the test, with a limit of 20 requests for each client."""
-    folders: list[Path] = []
 
-    def http(place: Place) -> str:
-        folders.append(Path(place.directory))
-        text = SAMPLE.read_text()
-        for shipped, ours in (
+    def changes(place: Place) -> Changes:
+        return (
             ("server 127.0.0.1:8000;", f"server 127.0.0.1:{upstream};"),
             ("server unix:/run/keyvault/verifier.sock;", f"server 127.0.0.1:{upstream};"),
             ("listen 443 ssl;", f"listen 127.0.0.1:{place.port};"),
@@ -36,13 +32,10 @@ def web_sample(upstream: int) -> Iterator[Gateway]:
             ("burst=400", "burst=19"),
             ("access_log /var/log/nginx/keyvault-web.log", f"access_log {place.directory}/web.log"),
             ("error_log /var/log/nginx/keyvault-web-error.log", f"error_log {place.directory}/web-error.log"),
-        ):
-            assert text.count(shipped) == 1, shipped
-            text = text.replace(shipped, ours)
-        return text
+        )
 
-    with nginx_server(http) as url:
-        yield Gateway(url, folders[0])
+    with nginx_sample(SAMPLE, changes) as gateway:
+        yield gateway
 
 
 def refused(answer: GatewayAnswer) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""How the programs of PostgreSQL get the connection, and which failures of a copy are told apart."""
+"""How the programs of PostgreSQL get the connection, and the errors of a failed copy."""
 
 import sqlite3
 from collections.abc import Iterator
