@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
-from django.db import transaction
+from django.db import OperationalError, transaction
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
@@ -420,6 +420,34 @@ def test_two_writers_lose_nothing(scene: Scene, settle: Callable[[], None]) -> N
         while not writer.run(now()):
             pass
     assert sorted(anchored_ids()) == sorted(key.key_id for key in keys)
+
+
+def test_anchor_writer_that_loses_the_database_repeats_no_revocation(
+    scene: Scene, settle: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second writer loses it between the anchor and the counter, after the first one was faster."""
+    (key,), first, second = issued(scene, 1), AnchorWriter(), AnchorWriter()
+    for writer in (first, second):
+        writer.run(now())
+    revoke(scene, key)
+    settle()
+    while not first.run(now()):
+        pass
+    calls: list[int] = []
+
+    def lost_at_the_second_call() -> int:
+        calls.append(read_counter())
+        if len(calls) == 2:
+            raise OperationalError("lost")
+        return calls[-1]
+
+    with monkeypatch.context() as fault:
+        fault.setattr("keyvault.services.revocations.anchor.read_counter", lost_at_the_second_call)
+        with pytest.raises(OperationalError):
+            second.run(now())
+    second.run(now())
+    second.run(now())
+    assert anchored_ids() == [key.key_id]
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
