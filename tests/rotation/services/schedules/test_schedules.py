@@ -245,6 +245,15 @@ def test_calendar_that_closes_a_schedule_is_refused_with_its_name(clock: Clock) 
     assert events("calendar.") == ["calendar.saved"]
 
 
+def test_calendar_can_change_beside_a_schedule_whose_keys_expire_too_early(clock: Clock) -> None:
+    """An earlier release accepted such a schedule, and no calendar is its cause."""
+    calendar("freeze", clock(), (clock() + 100 * DAY, clock() + 110 * DAY))
+    row = save(PRODUCTION, clock(), calendar=BlackoutCalendar.objects.get())
+    damage(row, overrides={**row.overrides, "expires_in_days": 91})
+    calendar("freeze", clock(), (clock() + 100 * DAY, clock() + 111 * DAY))
+    assert events("calendar.") == ["calendar.saved", "calendar.saved"]
+
+
 def test_calendar_has_a_limited_number_of_enabled_schedules(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of the calendar validates and marks all of them."""
     monkeypatch.setattr(schedules, "MAX_OF_CALENDAR", 1)
