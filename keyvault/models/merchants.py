@@ -18,9 +18,12 @@ class MerchantStatus(models.TextChoices):
 
 
 class Merchant(RecordedModel):
+    """`resumed_at`: when its last suspension ended, if it had one."""
+
     merchant_id = models.CharField(primary_key=True, max_length=64)
     name = models.CharField(max_length=200)
     status = choice(MerchantStatus, default=MerchantStatus.ACTIVE)
+    resumed_at = at()
     created_at = created_at()
 
     class Meta:
@@ -46,12 +49,13 @@ class Account(LimitColumns):
     """A merchant in one environment. `limit_…` None: the default (25 per second in sandbox, 100 in production).
 
     `allowed_origins`: browser origins of its public keys. `customer_token_seconds`: maximum lifetime of a customer
-    access token.
+    access token. `resumed_at`: when the account's last suspension ended, if it had one.
     """
 
     merchant = models.ForeignKey(Merchant, models.PROTECT, related_name="accounts")
     environment = choice(Environment)
     status = choice(MerchantStatus, default=MerchantStatus.ACTIVE)
+    resumed_at = at()
     client_configuration = models.JSONField(default=dict, blank=True)
     allowed_origins = models.JSONField(default=list, blank=True)
     customer_token_seconds = models.PositiveIntegerField(default=3600)

@@ -527,6 +527,17 @@ WAITS = (
         (),
     ),
     RunbookEntry(
+        "The merchant or the account is suspended",
+        ("the merchant and the account to be resumed",),
+        "Clients of a suspended merchant stop without having switched, so their silence proves nothing. It counts from "
+        "the resumption on, and so does a quarantine.",
+        (
+            "Resume the merchant or the account when the reason of the suspension has ended.",
+            "Extend the deadline before it passes, if the suspension lasts longer.",
+        ),
+        (R.ACCOUNT, R.EXTEND),
+    ),
+    RunbookEntry(
         "The old public key waits for its retirement date",
         ("a retirement date for the old public key", "the retirement date of the old public key"),
         "Shipped apps hold a public key for months. Only an approved date retires it; until then both keys verify, and "

@@ -35,18 +35,22 @@ class SourceFacts:
         """Whether it used the key that stays last. False for OTHERS, because some of its clients may not have moved."""
         return self.name != OTHERS and self.moved_at is not None and self.moved_at >= self.used_at
 
-    def find_end(self, quiet_seconds: int, lost_at: datetime | None) -> datetime | None:
+    def find_end(
+        self, quiet_seconds: int, lost_at: datetime | None, resumed_at: datetime | None = None
+    ) -> datetime | None:
         """Return when its silence is long enough; None: never, so it must move or be waived.
 
         A source that has moved is known to have the other key, but another of its hosts may not have moved. So it must
         be silent for one gap, in which every host calls again, and then for the quiet period. A lost verifier may have
-        lost uses, so a source that has not moved must be silent from the loss on.
+        lost uses, so a source that has not moved must be silent from the loss on. Clients of a suspended merchant or
+        account stop, so silence counts from the resumption on.
         """
+        since = self.used_at if resumed_at is None else max(self.used_at, resumed_at)
         if self.has_moved:
-            return self.used_at + timedelta(seconds=quiet_seconds + (self.gap_seconds or 0))
+            return since + timedelta(seconds=quiet_seconds + (self.gap_seconds or 0))
         if self.gap_seconds is None:
             return None
-        since = self.used_at if lost_at is None else max(self.used_at, lost_at)
+        since = since if lost_at is None else max(since, lost_at)
         return since + timedelta(seconds=max(quiet_seconds, GAPS * self.gap_seconds))
 
 
@@ -92,12 +96,16 @@ def describe_need(name: str) -> str:
 
 
 def list_awaited(
-    sources: tuple[SourceFacts, ...], quiet_seconds: int, lost_at: datetime | None, observed_through: datetime | None
+    sources: tuple[SourceFacts, ...],
+    quiet_seconds: int,
+    lost_at: datetime | None,
+    observed_through: datetime | None,
+    resumed_at: datetime | None = None,
 ) -> list[AwaitedSource]:
     """List the sources that have neither moved nor been silent long enough nor been waived."""
     awaited = []
     for source in sources:
-        until = source.find_end(quiet_seconds, lost_at)
+        until = source.find_end(quiet_seconds, lost_at, resumed_at)
         is_silent = until is not None and observed_through is not None and until <= observed_through
         if not source.is_waived and not is_silent:
             awaited.append(AwaitedSource(source.name, source.used_at, until))

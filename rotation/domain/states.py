@@ -123,6 +123,7 @@ class Facts:
     `has_left`: the merchant is offboarded, and its credentials get no more keys.
     `stalled_from`: for a stalled rotation, the state it stalled in.
     `lost_at`: when a verifier was last marked lost with uses that it may not have reported.
+    `is_suspended`: the merchant or the account is suspended; `resumed_at`: when either was last resumed.
     `sources`: the sources of a private key that is being retired: of the predecessor, in a roll-back the replacement.
     `is_accepted`: every verifier accepts the replacement; `unconfirmed`: the verifiers that have yet to confirm it.
     `is_delivered`: the replacement is where the merchant reads it.
@@ -160,6 +161,8 @@ class Facts:
     written_back_at: datetime | None = None
     observed_through: datetime | None = None
     lost_at: datetime | None = None
+    is_suspended: bool = False
+    resumed_at: datetime | None = None
     sources: tuple[SourceFacts, ...] = ()
 
     @property
@@ -497,7 +500,9 @@ def list_awaited_sources(facts: Facts) -> list[AwaitedSource]:
     """List the sources whose silence the rotation awaits; none unless it retires a key by silence."""
     if facts.stage not in {S.OVERLAP, S.ROLLING_BACK} or facts.quarantined_at is not None:
         return []
-    return list_awaited(facts.sources, facts.plan.quiet_seconds, facts.lost_at, facts.observed_through)
+    return list_awaited(
+        facts.sources, facts.plan.quiet_seconds, facts.lost_at, facts.observed_through, facts.resumed_at
+    )
 
 
 def _silence_of_sources(facts: Facts, last_at: datetime | None, whose: str) -> Wait | None:
@@ -506,10 +511,12 @@ def _silence_of_sources(facts: Facts, last_at: datetime | None, whose: str) -> W
     Silence counts only up to the time for which every live verifier has reported. The quiet period also counts from a
     last use that no source accounts for.
     """
-    if facts.observed_through is None:
-        return Wait("a verifier that reports uses")
+    if (unobserved := _missing_observation(facts)) is not None:
+        return unobserved
+    assert facts.observed_through is not None  # noqa: S101  checked above
     is_explained = any(last_at is not None and source.used_at >= last_at for source in facts.sources)
-    signs = [facts.entered_at, None if is_explained else last_at, None if facts.sources else facts.lost_at]
+    lost_at = None if facts.sources else facts.lost_at
+    signs = [facts.entered_at, None if is_explained else last_at, lost_at, facts.resumed_at]
     silent_at = max(at for at in signs if at is not None) + timedelta(seconds=facts.plan.quiet_seconds)
     awaited = list_awaited_sources(facts)
     if not awaited and silent_at <= facts.observed_through:
@@ -523,13 +530,21 @@ def _silence_of_sources(facts: Facts, last_at: datetime | None, whose: str) -> W
 
 def _missing_silence(facts: Facts, last_at: datetime | None, period_seconds: int, whose: str) -> Wait | None:
     """Wait until a quarantined key was not tried for the period, as far as every live verifier has reported."""
-    signs = [at for at in (facts.entered_at, last_at, facts.lost_at) if at is not None]
+    signs = [at for at in (facts.entered_at, last_at, facts.lost_at, facts.resumed_at) if at is not None]
     silent_at = max(signs) + timedelta(seconds=period_seconds)
-    if facts.observed_through is None:
-        return Wait("a verifier that reports uses")
+    if (unobserved := _missing_observation(facts)) is not None:
+        return unobserved
+    assert facts.observed_through is not None  # noqa: S101  checked above
     if facts.observed_through < silent_at:
         return Wait(f"the quarantine of {whose} to end at {show_time(silent_at)}", silent_at)
     return None
+
+
+def _missing_observation(facts: Facts) -> Wait | None:
+    """Wait while silence cannot be observed: clients of a suspended merchant or account stop without having moved."""
+    if facts.is_suspended:
+        return Wait("the merchant and the account to be resumed")
+    return Wait("a verifier that reports uses") if facts.observed_through is None else None
 
 
 _FORWARD = {

@@ -208,10 +208,18 @@ GUARDS = (
     Guard(
         "silence-restarts-after-a-loss",
         _SILENCE,
-        "since = self.used_at if lost_at is None else max(self.used_at, lost_at)",
-        "since = self.used_at",
+        "since = since if lost_at is None else max(since, lost_at)",
+        "since = since",
         "A verifier that was lost with unreported uses restarts silence.",
         f"{_SOURCE_TESTS}::test_lost_verifier_restarts_the_silence_of_sources_that_have_not_moved",
+    ),
+    Guard(
+        "silence-counts-from-a-resumption",
+        _SILENCE,
+        "since = self.used_at if resumed_at is None else max(self.used_at, resumed_at)",
+        "since = self.used_at",
+        "Clients stop while their merchant is suspended, so silence restarts when it is resumed.",
+        f"{_SOURCE_TESTS}::test_silence_of_a_suspended_merchant_counts_from_its_resumption",
     ),
     Guard(
         "replacement-carries-the-traffic",

@@ -19,7 +19,7 @@ from rotation.services.rotations.side_effects import Effects
 from tests.rotation.machine.playing import play_share, shares
 from tests.rotation.machine.scenes import VARIANTS, play, stage
 from tests.rotation.machine.watching import ViolationError
-from tests.rotation.machine.world import MachineWorld, Variant
+from tests.rotation.machine.world import PERIOD, MachineWorld, Variant
 
 pytestmark = [pytest.mark.django_db, pytest.mark.timeout(300)]
 
@@ -92,6 +92,14 @@ def test_watching_finds_a_quarantine_cut_short() -> None:
     hasty = engine_that(goes(S.QUARANTINE, S.REVOKING))
     with played(S.QUARANTINE) as world, hasty, pytest.raises(ViolationError, match="4: not a whole period"):
         act(world)
+
+
+def test_watching_finds_a_quarantine_after_the_silence_of_a_suspended_merchant() -> None:
+    blind = engine_that(lambda facts, now: next_step(replace(facts, is_suspended=False, resumed_at=None), now))
+    with played(S.OVERLAP) as world, blind:
+        world.people_do(world.suspend_merchant)
+        with pytest.raises(ViolationError, match="4: the silence of a suspended"):
+            world.pass_quietly(2 * PERIOD.total_seconds())
 
 
 def test_watching_finds_the_loss_of_the_last_good_key() -> None:

@@ -1,5 +1,10 @@
 """Merchants and their accounts."""
 
+from collections.abc import Collection
+from datetime import datetime
+
+from django.db.models import Q, QuerySet
+
 from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission
 from keyvault.access.scopes import AccessScope
@@ -70,6 +75,15 @@ def find_account(merchant_id: str, environment: str) -> Account:
     return account
 
 
+def select_accounts(merchants: Collection[str], accounts: Collection[str]) -> QuerySet[Account]:
+    """Select all accounts of merchants, by merchant id, and single accounts, by `merchant/environment`."""
+    named = Q(merchant__in=merchants)
+    for name in accounts:
+        merchant_id, _slash, environment = name.rpartition("/")
+        named |= Q(merchant=merchant_id, environment=environment)
+    return Account.objects.filter(named)
+
+
 def require_not_offboarded(account: Account) -> None:
     """Require a merchant that is not offboarded, inside the transaction that adds something to its account.
 
@@ -92,7 +106,7 @@ def _set_merchant_status(grant: Grant, merchant: Merchant, status: MerchantStatu
     with recorded(
         grant, Permission.MERCHANTS_WRITE, event, account=scope_of_merchant(merchant), merchant_id=merchant.merchant_id
     ):
-        merchant.compare_and_swap(status=status)
+        merchant.compare_and_swap(status=status, **_resumption(grant, status))
 
 
 def _set_account_status(grant: Grant, account: Account, status: MerchantStatus, event: str) -> None:
@@ -100,4 +114,8 @@ def _set_account_status(grant: Grant, account: Account, status: MerchantStatus, 
     if account.status == status:
         raise StateConflictError(f"The account is already {status}.")
     with recorded(grant, Permission.MERCHANTS_WRITE, event, account=account):
-        account.compare_and_swap(status=status)
+        account.compare_and_swap(status=status, **_resumption(grant, status))
+
+
+def _resumption(grant: Grant, status: MerchantStatus) -> dict[str, datetime]:
+    return {"resumed_at": grant.at} if status is MerchantStatus.ACTIVE else {}

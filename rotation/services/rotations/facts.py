@@ -83,6 +83,8 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         written_back_at=rotation.written_back_at,
         observed_through=observed.through,
         lost_at=observed.lost_at,
+        is_suspended=MerchantStatus.SUSPENDED in {account.status, account.merchant.status},
+        resumed_at=max(filter(None, (account.resumed_at, account.merchant.resumed_at)), default=None),
         sources=tuple(_gather_sources(rotation)) if FactGroup.SOURCES in groups else (),
     )
 
@@ -299,7 +301,7 @@ def silence_seen(
     return {
         "key_id": key_id,
         "period_seconds": period_seconds,
-        "since": format_timestamp(facts.entered_at),
+        "since": format_timestamp(max(facts.entered_at, facts.resumed_at or facts.entered_at)),
         "last_seen_at": format_timestamp(last_at),
         "observed_through": format_timestamp(facts.observed_through),
     }
@@ -309,11 +311,14 @@ _MAX_CITED = 200
 """Maximum sources that evidence of silence names, the latest first."""
 
 
-def sources_seen(facts: Facts) -> dict[str, JsonValue]:
-    """Describe each source of a key that was observed to be silent: why it no longer needs the key.
+def sources_seen(key_id: str | None, facts: Facts, last_at: datetime | None) -> dict[str, JsonValue]:
+    """Describe how a key was observed to be silent for the quiet period, and why no source needs it.
 
-    The evidence states whether the key has more sources than it names.
+    `last_at`: its last allowed or denied use. A source's last use may be an attempt while the key was suspended. The
+    evidence states whether the key has more sources than it names.
     """
+    used = (source.used_at for source in facts.sources)
+    last_at = max(filter(None, (last_at, *used)), default=None)
     named: list[JsonValue] = [
         {
             "source": source.name,
@@ -324,4 +329,8 @@ def sources_seen(facts: Facts) -> dict[str, JsonValue]:
         }
         for source in facts.sources[:_MAX_CITED]
     ]
-    return {"sources": named, "has_more_sources": len(facts.sources) > _MAX_CITED}
+    return {
+        **silence_seen(key_id, facts, facts.plan.quiet_seconds, last_at),
+        "sources": named,
+        "has_more_sources": len(facts.sources) > _MAX_CITED,
+    }

@@ -170,8 +170,7 @@ def _quarantine(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> C
     _require_living(rotation.replacement, rotation, grant.at)
     # The approved plan or the approved date waived silence; it was not observed.
     is_waived = step.event is not None or facts.kind is KeyKind.PUBLIC
-    seen = silence_seen(rotation.predecessor_id, facts, facts.plan.quiet_seconds, facts.predecessor.last_used_at)
-    seen |= sources_seen(facts)
+    seen = sources_seen(rotation.predecessor_id, facts, facts.predecessor.last_used_at)
     note_evidence(rotation, EvidenceKind.WAIVED if is_waived else EvidenceKind.SILENT, seen, grant.at)
     suspend_key(grant, rotation.predecessor, hides_copy=True)
     times = {"waived_at": grant.at if is_waived else None, "silent_at": None if is_waived else grant.at}
@@ -191,8 +190,7 @@ def _quarantine_replacement(grant: Grant, rotation: Rotation, facts: Facts) -> C
     _require_living(rotation.predecessor, rotation, grant.at)
     replacement = facts.replacement
     last_at = None if replacement is None else replacement.last_used_at
-    seen = silence_seen(rotation.replacement_id, facts, facts.plan.quiet_seconds, last_at)
-    seen |= sources_seen(facts)
+    seen = sources_seen(rotation.replacement_id, facts, last_at)
     note_evidence(rotation, EvidenceKind.SILENT, seen, grant.at)
     if rotation.replacement is not None:
         suspend_key(grant, rotation.replacement, hides_copy=True)

@@ -21,7 +21,8 @@ from django.db.models import Q
 from keyvault.access.permissions import Permission
 from keyvault.domain.keys import KeyKind
 from keyvault.domain.notifications import NoticeKind
-from keyvault.models import Account, Change, Notice
+from keyvault.models import Change, Notice
+from keyvault.services.merchants.merchants import select_accounts
 from keyvault.services.recording.signals import (
     accounts_changed,
     changes_confirmed,
@@ -194,7 +195,7 @@ def connect_signals() -> None:
     keys_refused.connect(_wake_for_refused, dispatch_uid="rotation.keys_refused")
     notice_settled.connect(_wake_for_notice, dispatch_uid="rotation.notice_settled")
     changes_confirmed.connect(_wake_for_confirmed, dispatch_uid="rotation.changes_confirmed")
-    accounts_changed.connect(_wake_for_merchants, dispatch_uid="rotation.accounts_changed")
+    accounts_changed.connect(_wake_for_accounts, dispatch_uid="rotation.accounts_changed")
     process_watch.queues = tuple(list_queues())
     process_watch.measures = (measure_rotations,)
 
@@ -230,12 +231,14 @@ def _wake_for_confirmed(above: int, through: int, now: datetime, **_: Any) -> No
     _wake([Turn(rotation_id, environment, is_urgent=False) for rotation_id, environment in rows], now)
 
 
-def _wake_for_merchants(merchants: Collection[str], now: datetime, **_: Any) -> None:
-    """Wake the rotations without a usable key when a merchant is offboarded: no change of a key wakes them."""
-    if not merchants:
-        return
-    accounts = list(Account.objects.filter(merchant__in=merchants).values_list("pk", flat=True))
-    rows = Rotation.objects.filter(account__in=accounts, state__in=[S.EMERGENCY, S.STALLED])
+def _wake_for_accounts(merchants: Collection[str], accounts: Collection[str], now: datetime, **_: Any) -> None:
+    """Wake the rotations that depend on a merchant's status: no change of a key wakes them.
+
+    Those without a usable key end when the merchant is offboarded. Those that observe a key await its resumption.
+    """
+    account_ids = list(select_accounts(merchants, accounts).values_list("pk", flat=True))
+    states = [S.EMERGENCY, S.STALLED, S.OVERLAP, S.QUARANTINE, S.ROLLING_BACK]
+    rows = Rotation.objects.filter(account__in=account_ids, state__in=states)
     found = rows.values_list("pk", "account_environment")
     _wake([Turn(rotation_id, environment, is_urgent=False) for rotation_id, environment in found], now)
 

@@ -9,11 +9,12 @@ from collections.abc import Collection, Iterable
 from datetime import datetime
 from typing import Any
 
-from django.db.models import F, Q
+from django.db.models import F
 
 from keyvault.access.permissions import Permission
 from keyvault.domain.keys import KeyKind
 from keyvault.models import Account, Credential
+from keyvault.services.merchants.merchants import select_accounts
 from keyvault.services.recording.signals import accounts_changed, keys_changed
 from rotation.models import ScheduledCredential, ScheduleSweep
 
@@ -70,11 +71,7 @@ def _mark_keys(key_ids: Collection[str], permission: Permission | None, now: dat
 
 
 def _mark_accounts(merchants: Collection[str], accounts: Collection[str], **_: Any) -> None:
-    named = Q(merchant__in=merchants)
-    for name in accounts:
-        merchant_id, _slash, environment = name.rpartition("/")
-        named |= Q(merchant=merchant_id, environment=environment)
-    with_keys = Account.objects.filter(named, credentials__kind=KeyKind.PRIVATE).distinct()
+    with_keys = select_accounts(merchants, accounts).filter(credentials__kind=KeyKind.PRIVATE).distinct()
     ScheduleSweep.objects.bulk_create(
         ScheduleSweep(environment=account.environment, account=account) for account in with_keys
     )

@@ -128,6 +128,27 @@ def test_lost_verifier_restarts_the_silence_of_sources_that_have_not_moved(
     assert overlap(*sources, lost_at=NOW - QUIET) == "to quarantine"
 
 
+@pytest.mark.parametrize(
+    ("sources", "period"),
+    [
+        ((), QUIET),
+        ((DAILY,), QUIET),
+        ((replace(DAILY, gap_seconds=3_600),), QUIET + timedelta(hours=1)),
+        ((replace(JOB, gap_seconds=3_600),), timedelta(hours=2)),
+        ((DAILY, replace(JOB, gap_seconds=3_600, is_waived=True)), QUIET),
+    ],
+    ids=["unknown sources", "moved", "moved, with a gap", "not moved", "that one is waived"],
+)
+def test_silence_of_a_suspended_merchant_counts_from_its_resumption(
+    sources: tuple[SourceFacts, ...], period: timedelta
+) -> None:
+    """Clients stop while their merchant is refused. Those that have not switched find their key afterwards."""
+    sources = tuple(replace(source, used_at=NOW - 9 * DAY) for source in sources)
+    assert overlap(*sources, resumed_at=NOW - period + SECOND) == "wait"
+    assert overlap(*sources, resumed_at=NOW - period) == "to quarantine"
+    assert overlap(*sources, is_suspended=True) == "wait"
+
+
 def test_overlap_lasts_for_the_quiet_period_whatever_the_sources() -> None:
     assert overlap(DAILY, entered_at=NOW - QUIET + SECOND) == "wait"
     assert overlap(DAILY, entered_at=NOW - QUIET) == "to quarantine"
@@ -174,21 +195,24 @@ any_source = st.builds(
 )
 
 
-@given(st.lists(any_source, max_size=4).map(tuple), st.none() | moments, st.none() | moments)
+@given(st.lists(any_source, max_size=4).map(tuple), st.none() | moments, st.none() | moments, st.none() | moments)
 def test_source_that_is_not_awaited_has_moved_or_was_silent_or_is_waived(
-    sources: tuple[SourceFacts, ...], lost_at: datetime | None, through: datetime | None
+    sources: tuple[SourceFacts, ...], lost_at: datetime | None, through: datetime | None, resumed_at: datetime | None
 ) -> None:
-    finished = [each for each in sources if not list_awaited((each,), 600, lost_at, through)]
+    finished = [each for each in sources if not list_awaited((each,), 600, lost_at, through, resumed_at)]
     for each in finished:
         if not each.is_waived and each.has_moved:
             assert through is not None
-            assert each.used_at + QUIET + timedelta(seconds=each.gap_seconds or 0) <= through
+            period = QUIET + timedelta(seconds=each.gap_seconds or 0)
+            assert each.used_at + period <= through
+            assert resumed_at is None or resumed_at + period <= through
         if not each.is_waived and not each.has_moved:
             is_silent = (
                 each.gap_seconds is not None
                 and through is not None
                 and each.used_at + timedelta(seconds=2 * each.gap_seconds) <= through
                 and each.used_at + QUIET <= through
+                and (resumed_at is None or resumed_at + max(QUIET, timedelta(seconds=2 * each.gap_seconds)) <= through)
             )
             assert is_silent
-    assert len(list_awaited(sources, 600, lost_at, through)) == len(sources) - len(finished)
+    assert len(list_awaited(sources, 600, lost_at, through, resumed_at)) == len(sources) - len(finished)

@@ -87,6 +87,8 @@ KNOWN = {
     "written_back_at": st.none() | moments,
     "observed_through": st.none() | moments,
     "lost_at": st.none() | moments,
+    "is_suspended": st.sampled_from([False, False, False, True]),
+    "resumed_at": st.none() | moments,
     "sources": st.lists(any_source, max_size=2).map(tuple),
 }
 any_facts = st.builds(
@@ -193,6 +195,8 @@ def test_step_revokes_only_after_observed_silence(known: Facts, now: datetime) -
     if period is not None:
         assert known.observed_through is not None
         assert known.entered_at + period <= known.observed_through
+        assert not known.is_suspended
+        assert known.resumed_at is None or known.resumed_at + period <= known.observed_through
         moved = bool(known.sources) and all(source.has_moved or source.is_waived for source in known.sources)
         is_explained = period is QUIET and moved
         assert known.lost_at is None or known.lost_at + period <= known.observed_through or is_explained

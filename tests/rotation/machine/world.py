@@ -20,9 +20,10 @@ from keyvault.domain.environments import Environment
 from keyvault.domain.errors import KeyvaultError
 from keyvault.domain.keys import KeyKind, KeyState
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Account, Credential, Key, UsageReporter
+from keyvault.models import Account, Credential, Key, Merchant, UsageReporter
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys import lifecycle
+from keyvault.services.merchants import merchants
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.secrets.stored_copies import (
     copy_subject,
@@ -92,6 +93,8 @@ class MachineWorld:
     credential_id: str = ""
     history: list[str] = field(default_factory=list)
     last_wait: Wait | None = None
+    is_suspended: bool = False
+    resumed_at: datetime | None = None
 
     def __post_init__(self) -> None:
         self.people = {
@@ -330,6 +333,21 @@ class MachineWorld:
         if key is not None:
             lifecycle.resume_key(self.grant("admin", P.KEYS_RESUME), key)
 
+    def suspend_merchant(self) -> None:
+        """Suspend the merchant. Its clients stop until it is resumed."""
+        merchants.suspend_merchant(self._grant_of_merchant(), self._read_merchant())
+        self.is_suspended = True
+
+    def resume_merchant(self) -> None:
+        merchants.resume_merchant(self._grant_of_merchant(), self._read_merchant())
+        self.is_suspended, self.resumed_at = False, self.now
+
+    def _grant_of_merchant(self) -> Grant:
+        return authorize(self.people["admin"], P.MERCHANTS_WRITE, now=self.now)
+
+    def _read_merchant(self) -> Merchant:
+        return Merchant.objects.get(pk=self.account.merchant_id)
+
     def key(self, which: int) -> Key | None:
         ids = self.key_ids()
         return lifecycle.get_key(ids[which]) if which < len(ids) else None
@@ -339,7 +357,7 @@ class MachineWorld:
     def use(self, which: int, source: str, verifier: int, count: int = 1, endpoint: str = "orders.create") -> None:
         """Use one of the two keys, decided as verifiers decide it, and reported later or never."""
         ids = self.key_ids() if self.rotation_ids else list(self.watcher.keys) or [self._only_key()]
-        if which >= len(ids):
+        if which >= len(ids) or self.is_suspended:
             return
         key_id = ids[which]
         if self.watcher.is_good(key_id):
@@ -441,6 +459,8 @@ class MachineWorld:
         )
 
     def _help(self) -> None:
+        if self.is_suspended:
+            self.people_do(self.resume_merchant)
         for which in (0, 1):
             if self.watcher.is_suspended_by_people(which):
                 self.people_do(partial(self.resume, which))
@@ -477,6 +497,8 @@ PEOPLE: dict[str, Callable[[MachineWorld], object]] = {
     "suspend replacement": lambda world: world.suspend(1),
     "resume predecessor": lambda world: world.resume(0),
     "resume replacement": lambda world: world.resume(1),
+    "suspend merchant": MachineWorld.suspend_merchant,
+    "resume merchant": MachineWorld.resume_merchant,
     "abort": MachineWorld.abort,
     "resume stalled": MachineWorld.resume_stalled,
     "extend": MachineWorld.extend,

@@ -76,6 +76,6 @@ def test_evidence_of_silence_states_whether_it_names_all_sources(
 ) -> None:
     monkeypatch.setattr(facts, "_MAX_CITED", 2)
     sources = tuple(SourceFacts(f"192.0.{number}.0/24 shop", used_at=situation.NOW) for number in range(count))
-    seen = facts.sources_seen(situation.facts(RotationState.OVERLAP, sources=sources))
+    seen = facts.sources_seen("key_1", situation.facts(RotationState.OVERLAP, sources=sources), None)
     assert isinstance(seen["sources"], list)
     assert (len(seen["sources"]), seen["has_more_sources"]) == (2, has_more)

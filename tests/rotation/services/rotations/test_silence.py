@@ -223,6 +223,16 @@ def test_quarantine_of_a_public_key_is_not_prolonged_by_attempts() -> None:
 
 # --- revoking at the deadline, by an approved plan ----------------------------------------------------------
 
+
+@pytest.mark.parametrize("silence_waived", [False, True])
+def test_quarantine_of_a_suspended_merchant_begins_again_when_it_is_resumed(*, silence_waived: bool) -> None:
+    """Nobody notices the refusals of a quarantine while all requests are refused."""
+    known = {"silence_waived": silence_waived, "predecessor": SUSPENDED, "observed_through": NOW}
+    assert outcome_of(step(S.QUARANTINE, is_suspended=True, **known)) == "wait"
+    assert outcome_of(step(S.QUARANTINE, resumed_at=NOW - QUARANTINE + SECOND, **known)) == "wait"
+    assert outcome_of(step(S.QUARANTINE, resumed_at=NOW - QUARANTINE, **known)) == "to revoking"
+
+
 REVOKES = plan(at_deadline=AtDeadline.REVOKE)
 
 

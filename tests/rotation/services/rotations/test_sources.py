@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import WORKER, OperatorPrincipal
 from keyvault.domain.environments import Environment
@@ -14,6 +15,12 @@ from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import AuditEntry, UsageReporter
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import get_key
+from keyvault.services.merchants.merchants import (
+    resume_account,
+    resume_merchant,
+    suspend_account,
+    suspend_merchant,
+)
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage import recorder, reports, retention
 from keyvault.services.usage.recorder import UsageLog
@@ -26,10 +33,11 @@ from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.facts import find_gap, list_waived
 from rotation.services.rotations.interventions import waive_source
 from rotation.services.rotations.planning import plan_rotation
-from rotation.services.rotations.reports import describe, get_rotation
+from rotation.services.rotations.reports import describe, find_waits, get_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
 from tests.clocks import Clock
 from tests.rotation import scene
+from tests.rotation.steps import run_due
 
 pytestmark = pytest.mark.django_db
 
@@ -229,6 +237,60 @@ def test_attempt_of_a_source_that_moved_restarts_its_silence(fleet: ClientFleet)
     assert (rotation.state, len(fleet.refused)) == (S.OVERLAP, 1)
     fleet.call(fleet.old, MONTH_END, "month-end/3")
     assert len(fleet.refused) == 1
+
+
+@pytest.mark.parametrize("is_account", [False, True], ids=["merchant", "account"])
+def test_client_of_a_suspended_merchant_finds_its_key_when_it_is_resumed(
+    fleet: ClientFleet, *, is_account: bool
+) -> None:
+    """A client that has not switched stops with all others. Its silence counts from the resumption on."""
+    fleet.live(31, job_every=2)
+    fleet.begin(deadline=scene.later(fleet.clock(), 300 * DAY))
+    fleet.switch_shop()
+    account = fleet.credential.account
+
+    def write_merchant() -> Grant:
+        return authorize(scene.admin(), P.MERCHANTS_WRITE, account if is_account else None, now=fleet.clock())
+
+    if is_account:
+        suspend_account(write_merchant(), account)
+    else:
+        suspend_merchant(write_merchant(), account.merchant)
+    for _ in range(60):
+        fleet.clock.tick(DAY)
+        fleet.turn()
+    rotation = get_rotation(fleet.rotation_id)
+    waits = find_waits(rotation, fleet.clock())
+    assert (rotation.state, waits.waiting_for) == (S.OVERLAP, "the merchant and the account to be resumed")
+
+    resumed_at = fleet.clock()
+    if is_account:
+        resume_account(write_merchant(), account)
+    else:
+        resume_merchant(write_merchant(), account.merchant)
+    assert run_due(fleet.clock) == 1, "expected the resumption to make its turn due"
+    fleet.live(3, job_every=1000)
+    rotation = get_rotation(fleet.rotation_id)
+    assert rotation.state == S.OVERLAP, "expected twice the two days of the client, from the resumption on"
+    fleet.live(9, job_every=1000)
+    evidence = get_rotation(fleet.rotation_id).evidence.get(kind=EvidenceKind.SILENT)
+    assert evidence.seen["since"] == format_timestamp(resumed_at)
+
+
+def test_evidence_of_silence_names_the_last_attempt_as_last_seen(fleet: ClientFleet) -> None:
+    """The key was reinstated by an attempt that was refused; the evidence names it for the key and for its source."""
+    fleet.live(31, job_every=2)
+    fleet.begin(deadline=scene.later(fleet.clock(), 300 * DAY))
+    fleet.switch_shop()
+    while get_rotation(fleet.rotation_id).state == S.OVERLAP:
+        fleet.live(1, job_every=1000)
+    tried_at = fleet.clock()
+    fleet.call(fleet.old, MONTH_END, "month-end/3")
+    fleet.live(90, job_every=1000)
+    evidence = get_rotation(fleet.rotation_id).evidence.filter(kind=EvidenceKind.SILENT).latest("created_at")
+    last_at = format_timestamp(tried_at)
+    sources = {each["source"]: each["last_used_at"] for each in evidence.seen["sources"]}
+    assert (evidence.seen["last_seen_at"], sources[JOB]) == (last_at, last_at)
 
 
 def test_gap_that_is_open_at_delivery_counts_as_long_as_it_is_then(fleet: ClientFleet) -> None:
