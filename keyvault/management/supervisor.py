@@ -6,6 +6,7 @@ terminal's Ctrl-C reaches the supervisor only, and processes that an exited prog
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,9 @@ FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 5.0
 STEADY_SECONDS = 30.0
 """Minimum uptime, in seconds, after which the restart pause is FIRST_PAUSE_SECONDS again."""
+
+MAX_LOG_BYTES = 50_000_000
+"""Size of a program's log file above which its content moves to `<name>.log.1`, which it replaces."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAUNCHER = str(Path(__file__).with_name("parent_death_signal.py"))
@@ -103,6 +107,12 @@ class _Child:
         """Return whether the process has exited. It is not reaped, so the kernel cannot reuse its process group id."""
         return bool(select.select([self.descriptor], [], [], 0)[0])
 
+    def bound_log(self) -> None:
+        """Move the content of a log file that is too large. A line written meanwhile can be lost."""
+        if self.log is not None and self.log.exists() and self.log.stat().st_size > MAX_LOG_BYTES:
+            shutil.copyfile(self.log, self.log.with_suffix(".log.1"))
+            os.truncate(self.log, 0)
+
     def reap(self) -> int:
         """Kill the rest of the process group and return the exit status, negative for a signal."""
         assert self.process is not None  # noqa: S101  asked for one that was started
@@ -128,9 +138,9 @@ def _write_line(line: str) -> None:
 class Supervisor:
     """A context manager that starts the programs on entry and stops them on exit, the last one first.
 
-    Their output goes to `<logs>/<name>.log`, readable by its owner only, or to this process's own (`logs` None). The
-    supervising process calls `restart_ended` often, always in the main thread: the kernel treats the end of the thread
-    that started a program as the death of its parent.
+    Their output goes to `<logs>/<name>.log`, readable by its owner only and bounded, or to this process's own (`logs`
+    None). The supervising process calls `restart_ended` often, always in the main thread: the kernel treats the end of
+    the thread that started a program as the death of its parent.
     """
 
     programs: Sequence[Program]
@@ -179,9 +189,11 @@ class Supervisor:
         return None if self.logs is None else self.logs / f"{name}.log"
 
     def restart_ended(self) -> None:
-        """Report programs that exited and restart them after their pause. Does not block."""
+        """Report programs that exited and restart them after their pause; bound the log files. Does not block."""
         _require_main_thread()
         for child in self._children:
+            with suppress(OSError):
+                child.bound_log()
             if child.process is not None and child.has_ended():
                 now = time.monotonic()
                 pause = FIRST_PAUSE_SECONDS if now - child.started_at > STEADY_SECONDS else child.next_pause

@@ -44,6 +44,13 @@ print("child", child.pid, flush=True)
 print("I am", os.getpid(), flush=True)
 time.sleep(600)
 """
+CHATTY = """
+import signal, time
+signal.signal(signal.SIGUSR1, lambda *_: print("again", flush=True))
+print("x" * 100, flush=True)
+while True:
+    time.sleep(600)
+"""
 READY = "Press Ctrl-C to stop"
 
 
@@ -174,6 +181,26 @@ def test_supervisor_log_tail_is_redacted(supervise: Callable[..., Supervisor]) -
         assert "kv_prv_sbx_kkkkkkkkkkkkkkkk***" in service.log_tail("one")
         assert "sss" not in service.log_tail("one")
         assert service.log_tail("unknown") == ""
+
+
+def test_supervisor_log_that_grows_too_large_is_moved_and_continued(
+    supervise: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program keeps its file open, and writes its next line at the new end."""
+    echo = (sys.executable, "-c", CHATTY)
+    monkeypatch.setattr(supervisor, "MAX_LOG_BYTES", 100)
+    with supervise(chatty=echo) as service:
+        assert service.logs is not None
+        log, moved = (service.logs / name for name in ("chatty.log", "chatty.log.1"))
+        eventually(lambda: log.exists() and log.stat().st_size == 101)
+        service.restart_ended()
+        assert (log.read_text(), moved.read_text()) == ("", "x" * 100 + "\n")
+        (child,) = service._children
+        assert child.process is not None
+        child.process.send_signal(signal.SIGUSR1)
+        assert eventually(log.read_text) == "again\n"
+        service.restart_ended()
+        assert moved.read_text() == "x" * 100 + "\n", "expected a small log to stay"
 
 
 def test_supervisor_in_another_thread_starts_nothing(supervise: Callable[..., Supervisor]) -> None:
