@@ -1,5 +1,6 @@
 """Merchants and their accounts: an account is a merchant in one environment, with that environment's settings."""
 
+from django.contrib.postgres.indexes import GinIndex
 from django.db import models
 from django.db.models import Q
 
@@ -71,6 +72,7 @@ class Account(LimitColumns):
                 name="account_customer_token_seconds", condition=Q(customer_token_seconds__range=(60, 86_400))
             ),
         ]
+        indexes = [GinIndex(fields=["allowed_origins"], name="account_origins", opclasses=["jsonb_path_ops"])]
 
     def __str__(self) -> str:
         return f"{self.merchant_id}/{self.environment}"

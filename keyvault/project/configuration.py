@@ -219,21 +219,24 @@ def _smtp(text: str) -> SmtpServer | None:
     """Return the server of the URL. Plain SMTP is for this machine only."""
     if not text:
         return None
-    wrong = ValueError("a URL such as smtps://user:password@mail.example.com")  # the text contains a password
+    # The text contains a password. SMTP authentication takes ASCII only.
+    wrong = ValueError("a URL such as smtps://user:password@mail.example.com, with a user and a password in ASCII")
     try:
         parts = urlsplit(text)
-        port = parts.port
+        port, user, password = parts.port, unquote(parts.username or ""), unquote(parts.password or "")
     except ValueError:
         raise wrong from None
     if parts.scheme not in {"smtp", "smtps"} or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise wrong
+    if not (user + password).isascii():
         raise wrong
     is_tls = parts.scheme == "smtps"
     is_local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
     return SmtpServer(
         parts.hostname,
         port or (465 if is_tls else 587),
-        unquote(parts.username or ""),
-        Plaintext(unquote(parts.password or "")),
+        user,
+        Plaintext(password),
         is_tls,
         is_starttls=not is_tls and not is_local,
     )

@@ -124,6 +124,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "a webhook delivery got no reply": "webhook.no_reply",
         "the outcome of a webhook delivery was not stored": "webhook.outcome_lost",
         "alarms were not delivered": "alarm.undelivered",
+        "the mail server refused a recipient of alarms": "alarm.recipient_refused",
         # Sign-in
         "a second factor cannot be decrypted": "second_factor.unreadable",
         "refused sign-ins could not be written": "sign_in.not_written",

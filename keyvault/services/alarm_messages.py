@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from django.conf import settings
 from django.core.mail import EmailMessage, get_connection
+from django.core.mail.backends.base import BaseEmailBackend
 
 from keyvault.backends import meters
 from keyvault.backends.outbound import OutboundError, post
@@ -187,24 +188,34 @@ def _deliver_email(message_id: str, notices: Sequence[Notice], count: int, *, is
         use_ssl=server.is_tls,
         use_tls=server.is_starttls,
     )
-    mail = EmailMessage(
-        f"[Keyvault] {begin}: {kinds}"[:200],
-        "\n".join(lines),
-        settings.DEFAULT_FROM_EMAIL,
-        list(settings.ALARM_EMAILS),
-        connection=connection,
-        headers={
-            "Message-ID": f"<{message_id}@{urlsplit(settings.ORIGIN).hostname}>",
-            "Auto-Submitted": "auto-generated",
-        },
-    )
+    headers = {
+        "Message-ID": f"<{message_id}@{urlsplit(settings.ORIGIN).hostname}>",
+        "Auto-Submitted": "auto-generated",
+    }
+    subject, text = f"[Keyvault] {begin}: {kinds}"[:200], "\n".join(lines)
+    # One message for each: of several recipients smtplib reports a refused one only if it refuses all.
+    mails = [EmailMessage(subject, text, None, [each], headers=headers) for each in settings.ALARM_EMAILS]
     try:
-        mail.send()
+        with connection:
+            accepted = [_is_accepted(connection, mail) for mail in mails]
     except smtplib.SMTPResponseException as error:
         # The server's text may repeat the user's name.
         raise UndeliveredError(f"the mail server answered {error.smtp_code}") from error
-    except (smtplib.SMTPException, OSError) as error:
-        raise UndeliveredError(f"the mail server cannot be used: {type(error).__name__}") from error
+    except (smtplib.SMTPException, OSError, ValueError) as error:
+        # An error of an encoding contains the text, which can be the password.
+        raise UndeliveredError(f"the mail server cannot be used: {type(error).__name__}") from None
+    if not any(accepted):
+        raise UndeliveredError("the mail server refused every recipient")
+
+
+def _is_accepted(connection: BaseEmailBackend, mail: EmailMessage) -> bool:
+    """Send the mail. Return whether the server accepts its recipient."""
+    try:
+        connection.send_messages([mail])
+    except smtplib.SMTPRecipientsRefused:
+        _log.warning("the mail server refused a recipient of alarms", extra={"recipient": mail.to[0]})
+        return False
+    return True
 
 
 def _lines(notice: Notice, name: str) -> tuple[str, str]:

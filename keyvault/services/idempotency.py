@@ -31,6 +31,9 @@ from keyvault.services.work.deletion import delete_batch
 _SHRED_BATCH = 500
 """Maximum ids in one query."""
 
+_MAX_SEALED = 10_000
+"""Maximum sealed replies that are compared with the secrets that were used."""
+
 HOLD_SECONDS = 15
 """Time for which an attempt holds its key, in seconds."""
 
@@ -219,11 +222,15 @@ def _replay(scope: _RequestScope, found: IdempotentRequest, status: int, now: da
 def shred_used(owners: Iterable[str]) -> None:
     """Shred the sealed secrets of these keys and customer tokens, whose use shows that the reply arrived.
 
-    Thousands of them are in use, and few secrets are sealed. So this reads the sealed ones first, by their index and in
-    plain SQL, because it runs every second beside the verdicts.
+    Thousands of them are in use, and few secrets are sealed. So this reads the newest sealed ones first, by their index
+    and in plain SQL, because it runs every second beside the verdicts. Older ones are shredded when they expire.
     """
     with connection.cursor() as cursor:
-        cursor.execute("SELECT secret_of FROM keyvault_idempotentrequest WHERE sealed IS NOT NULL")
+        cursor.execute(
+            "SELECT secret_of FROM keyvault_idempotentrequest WHERE sealed IS NOT NULL "
+            "ORDER BY sealed_until DESC LIMIT %s",
+            [_MAX_SEALED],
+        )
         sealed = {secret_of for (secret_of,) in cursor.fetchall()}
     owners_sealed = sorted(sealed.intersection(owners)) if sealed else []
     for start in range(0, len(owners_sealed), _SHRED_BATCH):

@@ -21,7 +21,7 @@ class RefusingCentral(CentralService):
 
     def __init__(self, refused: Mapping[str, str]) -> None:
         super().__init__("http://192.0.2.1", Plaintext("unused"))
-        self.refused = refused
+        self.refused: Mapping[str, str] = refused
         self.stored: list[Mapping[str, Any]] = []
 
     def post(self, path: str, body: Mapping[str, Any], **options: Any) -> Any:
@@ -31,10 +31,10 @@ class RefusingCentral(CentralService):
         self.stored.append(body)
 
 
-def report_of(*key_ids: str, at: datetime) -> Report:
+def report_of(*key_ids: str, at: datetime, number: int = 7) -> Report:
     times = at.timestamp(), at.timestamp()
     rows: Sequence[Uses] = [(key_id, "orders.list", "192.0.2.1", "", "", "allowed", 1, *times) for key_id in key_ids]
-    return Report("reporter", number=7, through=at, is_final=False, counted=[rows], used=set())
+    return Report("reporter", number=number, through=at, is_final=False, counted=[rows], used=set())
 
 
 @pytest.mark.django_db
@@ -86,3 +86,30 @@ def test_report_of_long_uses_fits_into_the_largest_body(monkeypatch: pytest.Monk
     # Only the last one says that everything was reported.
     assert [body["is_final"] for body in sent] == [False] * (len(sent) - 1) + [True]
     assert [body["flushed_through"] == sent[-1]["flushed_through"] for body in sent[:-1]] == [False] * (len(sent) - 1)
+
+
+@pytest.mark.django_db
+def test_report_of_any_size_has_numbers_below_those_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: uses that were kept during a long fault do not block those after them."""
+    monkeypatch.setattr("keyvault.hotpath.adapters.region.MAX_USES", 1)
+    central, at = RefusingCentral({}), datetime.now(UTC)
+    sink = CentralSink(central, "reader")
+    sink.store(report_of(*(f"key_{number}" for number in range(1_100)), at=at, number=1))
+    sink.store(report_of("a", "b", at=at, number=2))
+    numbers = [body["number"] for body in central.stored]
+    assert numbers == list(range(1, 1_103))
+
+
+@pytest.mark.django_db
+def test_report_that_is_sent_again_keeps_the_numbers_of_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: a piece that was stored before the connection ended is not counted twice."""
+    monkeypatch.setattr("keyvault.hotpath.adapters.region.MAX_USES", 1)
+    central, at = RefusingCentral({"b": "/flushed_through"}), datetime.now(UTC)
+    sink = CentralSink(central, "reader")
+    with pytest.raises(CentralUnavailableError):
+        sink.store(report_of("a", "b", "c", at=at, number=1))
+    central.refused = {}
+    sink.store(report_of("a", "b", "c", at=at, number=1))
+    sink.store(report_of("d", at=at, number=2))
+    sent = [(body["number"], body["uses"][0]["key_id"]) for body in central.stored]
+    assert sent == [(1, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "d")]

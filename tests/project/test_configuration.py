@@ -221,6 +221,7 @@ def test_mail_leaves_this_machine_encrypted_only(url: str, port: int, is_tls: bo
         ({"KEYVAULT_SMTP_URL": "http://mail.example.com:hunter2"}, "KEYVAULT_SMTP_URL"),
         ({"KEYVAULT_SMTP_URL": "smtp://:hunter2@"}, "KEYVAULT_SMTP_URL"),
         ({"KEYVAULT_SMTP_URL": "smtp://a:hunter2@mail:99999"}, "KEYVAULT_SMTP_URL"),
+        ({"KEYVAULT_SMTP_URL": "smtps://a:hunter2%C3%BC@mail.example.com"}, "KEYVAULT_SMTP_URL"),
         ({"KEYVAULT_ALARM_SENDER": ""}, "KEYVAULT_ALARM_SENDER"),
         ({"KEYVAULT_ALARM_SENDER": "Keyvault <keyvault@example.com>"}, "KEYVAULT_ALARM_SENDER"),
         ({"KEYVAULT_ALARM_EMAILS": "oncall"}, "KEYVAULT_ALARM_EMAILS"),

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from email import message_from_bytes, policy
 from email.message import EmailMessage
@@ -48,11 +48,20 @@ SECRET = mint_secret(lambda size: bytes(range(size)))
 
 @dataclass
 class Sink:
-    """An SMTP server that keeps what it accepts, or answers `refusal`."""
+    """An SMTP server that keeps what it accepts, or answers `refusal`; it refuses the recipients in `unknown`."""
 
     refusal: str = ""
+    unknown: tuple[str, ...] = ()
     mails: list[EmailMessage] = field(default_factory=list)
     recipients: list[str] = field(default_factory=list)
+
+    async def handle_RCPT(  # noqa: N802  the library's
+        self, server: SMTP, session: Session, envelope: Envelope, address: str, options: list[str]
+    ) -> str:
+        if address in self.unknown:
+            return "550 no such user"
+        envelope.rcpt_tos.append(address)
+        return "250 accepted"
 
     async def handle_DATA(self, server: SMTP, session: Session, envelope: Envelope) -> str:  # noqa: N802  the library's
         if self.refusal:
@@ -247,7 +256,36 @@ def test_refused_mail_is_repeated_without_the_text_of_the_server(
     mail.refusal = ""
     clock.now = row.due_at
     send_due(clock)
-    assert len(mail.mails) == 1
+    assert len(mail.mails) == 2
+
+
+def test_recipient_that_the_server_refuses_is_logged_and_delays_no_other(
+    scene: Scene, mail: Sink, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    raise_alarm(scene)
+    mail.unknown = ("oncall@example.com",)
+    send_due(clock)
+    assert not AlarmDelivery.objects.exists()
+    assert mail.recipients == ["security@example.com"]
+    (line,) = [record for record in caplog.records if "refused a recipient" in record.message]
+    assert line.__dict__["recipient"] == "oncall@example.com"
+
+
+def test_mail_of_which_the_server_refuses_all_recipients_is_repeated(scene: Scene, mail: Sink, clock: Clock) -> None:
+    raise_alarm(scene)
+    mail.unknown = ("oncall@example.com", "security@example.com")
+    send_due(clock)
+    assert AlarmDelivery.objects.get().last_error == "the mail server refused every recipient"
+
+
+def test_mail_server_with_a_malformed_name_delays_the_alarm_as_one_that_is_unreachable(
+    scene: Scene, mail: Sink, clock: Clock
+) -> None:
+    """Such an error is neither of SMTP nor of the operating system, and may contain the password."""
+    raise_alarm(scene)
+    with override_settings(SMTP_SERVER=replace(server_at(25), host="mail..example.com")):
+        send_due(clock)
+    assert AlarmDelivery.objects.get().last_error == "the mail server cannot be used: UnicodeError"
 
 
 def test_unreachable_servers_delay_nothing_else(scene: Scene, hook: Receiver, clock: Clock) -> None:

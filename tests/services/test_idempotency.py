@@ -553,6 +553,20 @@ def test_secret_of_a_customer_token_is_shredded_at_its_first_use(peppers: None, 
     assert used.answer.body["secret_available"] is False
 
 
+def test_secrets_beyond_the_bound_are_shredded_when_they_expire(
+    peppers: None, log: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest are compared with the uses of each second, however many are sealed."""
+    monkeypatch.setattr(idempotency, "_MAX_SEALED", 1)
+    for number in ("1", "2"):
+        send(NOON + int(number) * SECOND, effect=partial(show_once, number.zfill(16)), key=number)
+        log.note_secret_use(number.zfill(16))
+    log.flush()
+    assert sealed_owners() == {"0000000000000001"}
+    shred_due(NOON + 2 * SECOND + SEALED_FOR)
+    assert sealed_owners() == set()
+
+
 @pytest.mark.parametrize(("outcome", "is_kept"), [(UseOutcome.ALLOWED, False), (UseOutcome.REFUSED, True)])
 def test_secret_of_a_key_is_shredded_by_an_allowed_use(log: UsageLog, outcome: UseOutcome, is_kept: bool) -> None:
     make_merchant("acme")

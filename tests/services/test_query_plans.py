@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+from django.db import connection
 from django.db.models import Model
+from django.test.utils import CaptureQueriesContext
 
 from keyvault.access.permissions import Permission
 from keyvault.access.principals import OperatorPrincipal
@@ -14,11 +16,13 @@ from keyvault.access.roles import Role
 from keyvault.domain.environments import Environment
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import (
+    Account,
     AlarmChannel,
     AlarmDelivery,
     Change,
     IssuanceRequest,
     KeySource,
+    Merchant,
     Notice,
     Operator,
     OperatorChange,
@@ -33,6 +37,7 @@ from keyvault.services import alarm_messages, idempotency, operator_changes
 from keyvault.services.change_feed import receipts
 from keyvault.services.issuance import requests
 from keyvault.services.keys import lifecycle
+from keyvault.services.merchants.client_configuration import is_listed_by_any_account
 from keyvault.services.operators import role_use
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
@@ -109,6 +114,19 @@ def test_connection_is_found_by_its_path_among_those_of_its_account() -> None:
     number = account().pk
     (plan,) = explain(lambda: find_by_path(Environment.SANDBOX, f"{number}/con_0"))
     assert f"account_id = {number})" in plan
+
+
+def test_preflight_finds_the_accounts_of_its_origin_by_their_index() -> None:
+    """It carries no key, so that anyone can ask about any origin."""
+    copy_row(Merchant, merchant_id="'m' || n", name="'m' || n")
+    copy_row(Account, merchant="'m' || n", allowed_origins="jsonb_build_array('https://shop' || n || '.example')")
+    with CaptureQueriesContext(connection) as made:
+        assert not is_listed_by_any_account("https://other.example", Environment.SANDBOX)
+    with connection.cursor() as cursor:
+        cursor.execute("EXPLAIN " + made.captured_queries[0]["sql"])
+        plan = "\n".join(line for (line,) in cursor.fetchall())
+    assert "account_origins" in plan
+    assert "Seq Scan on keyvault_account" not in plan
 
 
 def test_list_withdrawn_reads_only_requests_with_a_staged_key() -> None:

@@ -156,7 +156,8 @@ class WebhookEndpointAdmin(AccountRowAdmin):
             "The next page shows a new signing secret once.",
             form=RotateSecretForm,
             warn=lambda endpoint: (
-                "The overlap of the last rotation is not over. The older secret ends immediately."
+                "The overlap of the last rotation is not over: two secrets sign. Only an overlap of 0 is accepted now. "
+                "Both secrets then end immediately."
                 if _is_in_overlap(endpoint)
                 else ""
             ),

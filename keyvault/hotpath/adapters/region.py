@@ -66,9 +66,6 @@ READ_THREADS: Final = 8
 """Number of threads that read from the central service."""
 
 _PEPPER_SECONDS: Final = 5.0
-_PIECES: Final = 1_000
-"""Maximum pieces of a report, which are numbered from the report's number times this."""
-
 _PIECE_BYTES: Final = 60_000
 """Maximum size of the uses of one piece as JSON, in bytes. The service reads bodies of 64 KiB."""
 
@@ -172,6 +169,8 @@ class CentralSink:
         self._central = central
         self._name = name
         self._through = datetime.now(UTC)
+        self._report = self._first = self._last = 0
+        """The report that was sent last, the number of its first piece, and that of the last piece sent."""
 
     def register(self, reporter_id: str, now: datetime, report: int) -> None:
         """Do nothing: the first read of the feed registers the reader."""
@@ -183,10 +182,13 @@ class CentralSink:
         """
         oldest = datetime.now(UTC) - _MAX_AGE
         pieces = _split(_use(row, oldest) for rows in report.counted for row in rows)
-        for number, uses in enumerate(pieces):
-            is_last = number == len(pieces) - 1
+        if report.number != self._report:  # else it is sent again, under the same numbers
+            self._report, self._first = report.number, self._last + 1
+        for number, uses in enumerate(pieces, self._first):
+            is_last = number == self._first + len(pieces) - 1
+            self._last = max(self._last, number)
             self._send(
-                number=report.number * _PIECES + number,
+                number=number,
                 through=report.through if is_last else self._through,
                 uses=uses,
                 is_final=report.is_final and is_last,

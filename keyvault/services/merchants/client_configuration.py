@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
+from django.db import connection
 from django.db.models import TextField
 from django.db.models.functions import Cast
 
@@ -67,17 +68,16 @@ def is_listed_by_any_account(origin: str, environment: Environment) -> bool:
     """Whether any active account of the environment lists the origin. A CORS preflight carries no key to narrow it."""
     if not is_origin(origin):
         return False
-    # JSON escapes nothing in a canonical origin, so a text search for the quoted origin is exact.
-    return (
-        Account.objects.annotate(listed=Cast("allowed_origins", TextField()))
-        .filter(
-            environment=environment,
-            status=MerchantStatus.ACTIVE,
-            merchant__status=MerchantStatus.ACTIVE,
-            listed__contains=f'"{origin}"',
-        )
-        .exists()
+    accounts = Account.objects.filter(
+        environment=environment, status=MerchantStatus.ACTIVE, merchant__status=MerchantStatus.ACTIVE
     )
+    if connection.features.supports_json_field_contains:
+        accounts = accounts.filter(allowed_origins__contains=[origin])
+    else:
+        # JSON escapes nothing in a canonical origin, so a text search for the quoted origin is exact.
+        listed = accounts.annotate(listed=Cast("allowed_origins", TextField()))
+        accounts = listed.filter(listed__contains=f'"{origin}"')
+    return bool(accounts.exists())
 
 
 def is_listed_by(origin: str, merchant_id: str, environment: Environment) -> bool:

@@ -251,9 +251,10 @@ def _next_due(
         while len(chosen) < MAX_CONCURRENT * len(environments) and (delivery := next(visits, None)) is not None:
             if _is_withdrawn(delivery.endpoint):
                 # Queued by a transaction that ended after the one that disabled the endpoint.
-                with _isolated(delivery):
+                with _isolated(delivery), transaction.atomic():
                     gone = {"state": DeliveryState.GIVEN_UP, "last_error": "the endpoint was disabled"}
-                    _current_attempt(delivery).update(**gone)
+                    if _current_attempt(delivery).update(**gone):
+                        notice_settled.send(None, notice=delivery.notice, now=now)
             elif _may_send(delivery, environments, now) and _has_room(delivery, chosen):
                 chosen.append(delivery)
     return chosen[len(under_way) :]

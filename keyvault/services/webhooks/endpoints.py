@@ -130,9 +130,13 @@ def enable_endpoint(grant: Grant, endpoint: WebhookEndpoint) -> int:
         _require_room(endpoint.account)
         endpoint.compare_and_swap(disabled_at=None, disabled_why="")
         WebhookBreaker.objects.filter(endpoint=endpoint).delete()
-        return WebhookDelivery.objects.filter(
+        given_up = WebhookDelivery.objects.filter(
             endpoint=endpoint, state=DeliveryState.GIVEN_UP, notice__created_at__gt=grant.at - CATCH_UP
-        ).update(state=DeliveryState.DUE, attempts=0, due_at=grant.at, give_up_at=grant.at + GIVE_UP_AFTER)
+        )
+        # A test is never repeated.
+        return given_up.exclude(notice__kind=NoticeKind.WEBHOOK_TEST).update(
+            state=DeliveryState.DUE, attempts=0, due_at=grant.at, give_up_at=grant.at + GIVE_UP_AFTER
+        )
 
 
 def send_test(grant: Grant, endpoint: WebhookEndpoint) -> Notice:

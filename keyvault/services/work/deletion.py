@@ -16,5 +16,6 @@ def delete_batch(rows: QuerySet[Any]) -> int:
     expired = list(rows.values_list("pk", flat=True)[:MAX_DELETED])
     if not expired:
         return 0
-    _, by_table = QuerySet(rows.model).filter(pk__in=expired).delete()
+    # With the conditions again: a row that was renewed since it was read stays.
+    _, by_table = QuerySet(rows.model, query=rows.query.chain()).order_by().filter(pk__in=expired).delete()
     return by_table.get(rows.model._meta.label, 0)

@@ -33,6 +33,7 @@ from keyvault.models import (
 from keyvault.services.maintenance import forget_due
 from keyvault.services.peppers.ring import load_peppers
 from keyvault.services.recording.notifications import announce
+from keyvault.services.recording.signals import notice_settled
 from keyvault.services.recording.transaction import recorded
 from keyvault.services.webhooks import deliveries
 from keyvault.services.webhooks.deliveries import (
@@ -610,8 +611,18 @@ def test_message_queued_while_its_endpoint_is_disabled_is_given_up(scene: Scene,
     disable_endpoint(grant(scene.tam, P.WEBHOOKS_WRITE, scene.sandbox), endpoint, "moved")
     notice = send_notice(scene)
     WebhookDelivery.objects.create(notice=notice, endpoint=endpoint, due_at=now(), give_up_at=now() + timedelta(days=1))
-    assert deliver_due(clock, send=replying(200)) == 0
+    settled: list[Notice] = []
+
+    def note(notice: Notice, **_: object) -> None:
+        settled.append(notice)
+
+    notice_settled.connect(note)
+    try:
+        assert deliver_due(clock, send=replying(200)) == 0
+    finally:
+        notice_settled.disconnect(note)
     assert (the_delivery().state, the_delivery().last_error) == (DeliveryState.GIVEN_UP, "the endpoint was disabled")
+    assert settled == [notice], "a rotation may wait for it"
 
 
 def test_test_message_is_sent_while_the_breaker_is_open(scene: Scene, clock: Clock) -> None:

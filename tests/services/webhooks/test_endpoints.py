@@ -255,6 +255,14 @@ def test_endpoint_disabled_gives_up_pending_messages_and_enabled_sends_them(scen
     assert (endpoint.disabled_at, endpoint.disabled_why) == (None, "")
 
 
+def test_endpoint_enabled_repeats_no_test(scene: Scene) -> None:
+    endpoint, _ = add(scene)
+    send_test(write_grant(scene), endpoint)
+    disable_endpoint(write_grant(scene), endpoint, "moved")
+    assert enable_endpoint(write_grant(scene), endpoint) == 0
+    assert WebhookDelivery.objects.get().state == DeliveryState.GIVEN_UP
+
+
 def test_endpoint_enabled_does_not_send_old_messages(scene: Scene) -> None:
     endpoint, _ = add(scene)
     send_notice(scene, at=now() - CATCH_UP - timedelta(minutes=1))
