@@ -1,4 +1,4 @@
-"""When a merchant or an account was last resumed: the silence of its keys counts from then."""
+"""When a merchant, an account or a key was last resumed: the silence of keys counts from then."""
 
 from django.db import migrations, models
 
@@ -9,4 +9,5 @@ class Migration(migrations.Migration):
     operations = [
         migrations.AddField("merchant", "resumed_at", models.DateTimeField(blank=True, null=True)),
         migrations.AddField("account", "resumed_at", models.DateTimeField(blank=True, null=True)),
+        migrations.AddField("key", "resumed_at", models.DateTimeField(blank=True, null=True)),
     ]

@@ -106,7 +106,10 @@ def _stamped(state: KeyState, column: str) -> models.CheckConstraint:
 
 
 class Key(DigestColumns):
-    """One issued key, stored as a digest. Triggers forbid reactivation and a changed expiry, see `models.triggers`."""
+    """One issued key, stored as a digest. Triggers forbid reactivation and a changed expiry, see `models.triggers`.
+
+    `resumed_at`: when an operator last resumed it; a rotation that lifts its own quarantine leaves no time.
+    """
 
     key_id = models.CharField(primary_key=True, max_length=16)
     credential = models.ForeignKey(Credential, models.PROTECT, related_name="keys")
@@ -117,6 +120,7 @@ class Key(DigestColumns):
     created_at = created_at()
     activated_at = at()
     suspended_at = at()
+    resumed_at = at()
     deactivated_at = at()
     compromised_at = at()
     destroyed_at = at()

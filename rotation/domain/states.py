@@ -123,7 +123,8 @@ class Facts:
     `has_left`: the merchant is offboarded, and its credentials get no more keys.
     `stalled_from`: for a stalled rotation, the state it stalled in.
     `lost_at`: when a verifier was last marked lost with uses that it may not have reported.
-    `is_suspended`: the merchant or the account is suspended; `resumed_at`: when either was last resumed.
+    `is_suspended`: the merchant or the account is suspended. `resumed_at`: when operators last resumed either, or the
+    key that is being retired.
     `sources`: the sources of a private key that is being retired: of the predecessor, in a roll-back the replacement.
     `is_accepted`: every verifier accepts the replacement; `unconfirmed`: the verifiers that have yet to confirm it.
     `is_delivered`: the replacement is where the merchant reads it.

@@ -153,7 +153,7 @@ def test_alarm_is_mailed_once_to_every_address(scene: Scene, mail: Sink, clock: 
     notice = raise_alarm(scene)
     for _ in range(3):
         send_due(clock)
-    (sent,) = mail.mails
+    sent, _ = mail.mails
     assert mail.recipients == ["oncall@example.com", "security@example.com"]
     assert sent["Subject"] == "[Keyvault] 1 new alarm: rotation.stalled"
     text = sent.get_content()
@@ -179,7 +179,7 @@ def test_mail_names_each_alarm_as_the_inbox_does_and_links_its_page(
     raised = [raise_alarm(scene, subject, kind, **payload) for kind, subject, payload, _ in rows]
     with CaptureQueriesContext(connection) as made:
         send_due(clock)
-    (sent,) = mail.mails
+    sent, _ = mail.mails
     lines = sent.get_content().splitlines()
     for notice, (kind, subject, _, name) in zip(raised, rows, strict=True):
         quoted = f', named "{name}"' if name else ""
@@ -198,7 +198,7 @@ def test_mail_has_one_line_for_each_alarm_whatever_its_names_have(
     forged = f'x{end}Bcc: evil@example.com{end}- key.compromised", see https://evil.example/'
     notice = raise_alarm(scene, forged, NoticeKind.CAMPAIGN_HALTED, why=forged)
     send_due(clock)
-    (sent,) = mail.mails
+    sent, _ = mail.mails
     assert sent["Bcc"] is None
     begin, own, link, *rest = [line for line in sent.get_content().splitlines() if line]
     assert begin.startswith("1 new alarm of Keyvault")

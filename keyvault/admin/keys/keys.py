@@ -331,6 +331,7 @@ def _life(key: Key) -> Iterable[tuple[str, Any]]:
     for label, at in (
         ("Activated", key.activated_at),
         ("Last suspended", key.suspended_at),
+        ("Last resumed by an operator", key.resumed_at),
         ("Deactivated", key.deactivated_at),
         ("Compromised", key.compromised_at),
         ("Destroyed", key.destroyed_at),

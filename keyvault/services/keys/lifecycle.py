@@ -10,7 +10,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
-from keyvault.access.decision import Grant
+from keyvault.access.decision import Grant, OperationRule
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import KeyHolder, System
 from keyvault.domain.canonical import JsonValue
@@ -107,7 +107,11 @@ def resume_key(grant: Grant, key: Key) -> Record:
     # A deletion that is due may already be under way, so the copy must be undeleted in that case too.
     is_hidden = key.material in {Material.DELETE_DUE, Material.DELETED}
     material = Material.RESTORE_DUE if is_hidden else Material(key.material)
-    return _transition(grant, permissions, key, KeyState.ACTIVE, "key.resumed", material=material)
+    is_by_operator = isinstance(grant.rule, OperationRule) and grant.rule.permission is P.KEYS_RESUME
+    resumed_at = grant.at if is_by_operator else key.resumed_at
+    return _transition(
+        grant, permissions, key, KeyState.ACTIVE, "key.resumed", material=material, resumed_at=resumed_at
+    )
 
 
 def revoke_key(

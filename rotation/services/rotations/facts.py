@@ -84,9 +84,16 @@ def gather_facts(rotation: Rotation, now: datetime) -> Facts:
         observed_through=observed.through,
         lost_at=observed.lost_at,
         is_suspended=MerchantStatus.SUSPENDED in {account.status, account.merchant.status},
-        resumed_at=max(filter(None, (account.resumed_at, account.merchant.resumed_at)), default=None),
+        resumed_at=_find_resumption(rotation, retiring),
         sources=tuple(_gather_sources(rotation)) if FactGroup.SOURCES in groups else (),
     )
+
+
+def _find_resumption(rotation: Rotation, retiring: Key | None) -> datetime | None:
+    """Return when operators last resumed the merchant, the account or the key that is being retired."""
+    account = rotation.credential.account
+    times = (account.resumed_at, account.merchant.resumed_at, None if retiring is None else retiring.resumed_at)
+    return max(filter(None, times), default=None)
 
 
 _NOT_OBSERVED = Observation(None, None)

@@ -322,9 +322,9 @@ class Watcher:
         self.require(seen.through is not None, "4: silence without an observation")
         assert seen.through is not None
         self.require(began_at + period <= seen.through, "4: not a whole period was observed")
-        resumed_at = self.world.resumed_at
-        is_served = not self.world.is_suspended and (resumed_at is None or resumed_at + period <= seen.through)
-        self.require(is_served, "4: the silence of a suspended merchant was counted")
+        resumed = [self.world.resumed[name] for name in ("merchant", key_id) if name in self.world.resumed]
+        is_served = not self.world.is_suspended and all(at + period <= seen.through for at in resumed)
+        self.require(is_served, "4: the silence of a suspended merchant or key was counted")
         is_past = ignores_losses or seen.lost_at is None or seen.lost_at + period <= seen.through
         self.require(is_past, "4: a lost verifier was passed over")
         for use in self.world.uses:

@@ -94,7 +94,8 @@ class MachineWorld:
     history: list[str] = field(default_factory=list)
     last_wait: Wait | None = None
     is_suspended: bool = False
-    resumed_at: datetime | None = None
+    resumed: dict[str, datetime] = field(default_factory=dict)
+    """When operators last resumed each key, by its id, and the merchant."""
 
     def __post_init__(self) -> None:
         self.people = {
@@ -134,6 +135,7 @@ class MachineWorld:
             logs=[],
             rotation_ids=list(self.rotation_ids),
             counts=Counter(),
+            resumed=dict(self.resumed),
             history=[],
         )
         # A live reporter's memory is empty in a scene: everything is flushed. Its reports are numbered on.
@@ -332,6 +334,7 @@ class MachineWorld:
         key = self.key(which)
         if key is not None:
             lifecycle.resume_key(self.grant("admin", P.KEYS_RESUME), key)
+            self.resumed[key.key_id] = self.now
 
     def suspend_merchant(self) -> None:
         """Suspend the merchant. Its clients stop until it is resumed."""
@@ -340,7 +343,7 @@ class MachineWorld:
 
     def resume_merchant(self) -> None:
         merchants.resume_merchant(self._grant_of_merchant(), self._read_merchant())
-        self.is_suspended, self.resumed_at = False, self.now
+        self.is_suspended, self.resumed["merchant"] = False, self.now
 
     def _grant_of_merchant(self) -> Grant:
         return authorize(self.people["admin"], P.MERCHANTS_WRITE, now=self.now)

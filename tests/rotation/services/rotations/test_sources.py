@@ -12,9 +12,9 @@ from keyvault.access.principals import WORKER, OperatorPrincipal
 from keyvault.domain.environments import Environment
 from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import AuditEntry, UsageReporter
+from keyvault.models import AuditEntry, Key, UsageReporter
 from keyvault.models.usage import UseOutcome
-from keyvault.services.keys.lifecycle import get_key
+from keyvault.services.keys.lifecycle import get_key, resume_key, suspend_key
 from keyvault.services.merchants.merchants import (
     resume_account,
     resume_merchant,
@@ -31,7 +31,7 @@ from rotation.domain.policy import Plan
 from rotation.models import EvidenceKind, Rotation
 from rotation.services.rotations.engine import advance_rotation
 from rotation.services.rotations.facts import find_gap, list_waived
-from rotation.services.rotations.interventions import waive_source
+from rotation.services.rotations.interventions import resume_rotation, waive_source
 from rotation.services.rotations.planning import plan_rotation
 from rotation.services.rotations.reports import describe, find_waits, get_rotation
 from rotation.services.rotations.requests import approve_rotation, request_rotation
@@ -275,6 +275,27 @@ def test_client_of_a_suspended_merchant_finds_its_key_when_it_is_resumed(
     fleet.live(9, job_every=1000)
     evidence = get_rotation(fleet.rotation_id).evidence.get(kind=EvidenceKind.SILENT)
     assert evidence.seen["since"] == format_timestamp(resumed_at)
+
+
+def test_client_of_a_suspended_key_finds_it_when_it_is_resumed(fleet: ClientFleet) -> None:
+    """An operator suspends the key, which stalls the rotation, and resumes both later. Two gaps of the job: 20 days."""
+    fleet.live(31, job_every=10)
+    fleet.begin(deadline=scene.later(fleet.clock(), 300 * DAY))
+    fleet.switch_shop()
+    place = fleet.credential.account
+    suspend_key(authorize(scene.admin(), P.KEYS_SUSPEND, place, now=fleet.clock()), Key.objects.get(pk=fleet.old))
+    fleet.turn()
+    assert get_rotation(fleet.rotation_id).state == S.STALLED
+    fleet.clock.tick(60 * DAY)
+    resumed_at = fleet.clock()
+    resume_key(authorize(scene.admin(), P.KEYS_RESUME, place, now=resumed_at), Key.objects.get(pk=fleet.old))
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, place, now=resumed_at)
+    resume_rotation(grant, get_rotation(fleet.rotation_id))
+    fleet.live(19, job_every=1000)
+    assert get_rotation(fleet.rotation_id).state == S.OVERLAP
+    fleet.live(3, job_every=1000)
+    evidence = get_rotation(fleet.rotation_id).evidence.get(kind=EvidenceKind.SILENT)
+    assert datetime.fromisoformat(evidence.seen["since"]) >= resumed_at
 
 
 def test_evidence_of_silence_names_the_last_attempt_as_last_seen(fleet: ClientFleet) -> None:
