@@ -373,7 +373,8 @@ def sidecar(row: Process) -> str:
     """Return a patch that adds the verifier to the pods of a service, which reaches it at 127.0.0.1.
 
     The probes run in the container, because the cluster cannot reach that address. The token for the Vault is mounted
-    in this container alone: the pod's other containers must not log in as Keyvault.
+    in this container alone: the pod's other containers must not log in as Keyvault. Kustomize merges lists by name, so
+    a volume with a common name would replace one of the service, or be shared with it.
     """
     pod = _pod(replace(row, listen={"container": ["--host", "127.0.0.1", "--port", str(row.port)]}))
     (container,) = pod["containers"]
@@ -388,16 +389,21 @@ def sidecar(row: Process) -> str:
     }
     container["ports"] = [{"name": "verifier-metric", "containerPort": row.metrics}]
     container["env"].append({"name": "KEYVAULT_VAULT_JWT_FILE", "value": f"{VAULT_TOKEN}/token"})
+    container["name"] = f"keyvault-{row.name}"
     container["volumeMounts"].append({"name": "vault-token", "mountPath": VAULT_TOKEN, "readOnly": True})
     token = {"sources": [{"serviceAccountToken": {"path": "token"}}]}
+    volumes = [*pod["volumes"], {"name": "vault-token", "projected": token}]
+    for each in (*container["volumeMounts"], *volumes):
+        each["name"] = f"keyvault-{each['name']}"
     spec = {
         "serviceAccountName": pod["serviceAccountName"],
         "automountServiceAccountToken": False,
         "securityContext": {"fsGroup": USER_ID},
         "initContainers": [container],
-        "volumes": [*pod["volumes"], {"name": "vault-token", "projected": token}],
+        "volumes": volumes,
     }
-    container["securityContext"] |= {"runAsNonRoot": True, "runAsUser": USER_ID, "runAsGroup": USER_ID}
+    own = ("runAsNonRoot", "runAsUser", "runAsGroup", "seccompProfile")
+    container["securityContext"] |= {name: pod["securityContext"][name] for name in own}
     patch = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

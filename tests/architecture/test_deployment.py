@@ -545,6 +545,23 @@ def test_kubernetes_sidecar_alone_gets_the_token_for_the_vault() -> None:
     assert pod["automountServiceAccountToken"] is False
 
 
+def test_kubernetes_sidecar_has_names_that_no_service_has() -> None:
+    """Guarantee: Kustomize, which merges by name, neither replaces a volume of the service nor shares one with it."""
+    pod = your_service()["spec"]["template"]["spec"]
+    named = [*pod["volumes"], *pod["initContainers"], *pod["initContainers"][0]["volumeMounts"]]
+    assert [each["name"] for each in named if not each["name"].startswith("keyvault-")] == []
+
+
+def test_kubernetes_sidecar_is_admitted_where_pods_are_restricted() -> None:
+    """Guarantee: its container meets the Pod Security Standard by itself, whatever the pod of the service states."""
+    (verifier,) = your_service()["spec"]["template"]["spec"]["initContainers"]
+    context = verifier["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
 @pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe", "readinessProbe"])
 def test_kubernetes_sidecar_answers_the_same_probes_as_the_verifier(probe: str) -> None:
     """Guarantee: an outage of a store restarts neither. It only takes them out of service."""
@@ -589,7 +606,7 @@ def _selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 def test_kubernetes_policies_deny_by_default_and_open_the_way_out_to_those_that_need_it() -> None:
     default = named("NetworkPolicy", "default")["spec"]
-    assert (default["policyTypes"], default["ingress"]) == (["Ingress", "Egress"], [])
+    assert (default["policyTypes"], default.get("ingress")) == (["Ingress", "Egress"], None)
     outside = named("NetworkPolicy", "outside")["spec"]["podSelector"]
     for row in TABLE.values():
         labels = pod_of(row)["metadata"]["labels"]

@@ -136,6 +136,7 @@ def test_bootstrap_vault_prints_no_secret(fresh: Layout, token_file: Path, tmp_p
         (["--renew-logins"], 2),
         (["--logins-folder", "x", "--dry-run"], 2),
         (["--logins-folder", "x", "--kubernetes-namespace", "payments"], 2),
+        (["--kubernetes-namespace", "payments,shop"], 1),
         (["--cidr", "10.1.0.1/16"], 1),
         (["--secret-id-days", "0"], 1),
         (["--wrap-seconds", "0", "--logins-folder", "x"], 1),

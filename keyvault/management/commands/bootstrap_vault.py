@@ -1,5 +1,6 @@
 """Set up the Vault for this service, repair drift, and create the logins of its hosts."""
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -133,7 +134,12 @@ def _read_options(options: Mapping[str, Any]) -> BootstrapOptions:
         parsed = None if networks is None else tuple(str(parse_network(network)) for network in networks)
     except ValueError as error:
         raise RequestInvalidError("Invalid network.", [Fault("/cidr", str(error))]) from None
-    return BootstrapOptions(parsed, options["secret_id_days"], options["kubernetes_namespace"])
+    namespace = options["kubernetes_namespace"]
+    # The Vault takes any text, and a namespace that does not exist admits nobody.
+    if namespace is not None and re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", namespace) is None:
+        fault = Fault("/kubernetes_namespace", "one name: up to 63 of a-z, 0-9 and inner hyphens")
+        raise RequestInvalidError("Invalid namespace.", [fault])
+    return BootstrapOptions(parsed, options["secret_id_days"], namespace)
 
 
 def _read_token(name: str) -> Plaintext:

@@ -10,9 +10,10 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
-from keyvault.access.decision import Grant, OperationRule
+from keyvault.access.decision import Grant
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import KeyHolder, System
+from keyvault.access.rules import OperationRule
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.digests import PEPPER_SET
 from keyvault.domain.errors import PermissionMissingError, StateConflictError
