@@ -479,18 +479,25 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             form.show_faults(error)
             return answer(form, error=error)
         except StateConflictError as error:
-            return self._show_conflict(action, request, object_id, error)
+            return self._show_conflict(action, request, object_id, form, error)
         except KeyvaultError as error:
             return answer(form, error=error)
         return self._respond(request, result, result.row or row)
 
     def _show_conflict(
-        self, action: RowAction, request: HttpRequest, object_id: str, error: StateConflictError
+        self, action: RowAction, request: HttpRequest, object_id: str, posted: ActionForm, error: StateConflictError
     ) -> HttpResponse:
-        """Show the page of the action again for the current row, with the conflict."""
+        """Show the page of the action again for the current row, with the conflict.
+
+        The form keeps what the operator typed, unless the row is not the one that the page showed.
+        """
         row = self.find_row(request, object_id)
-        is_available = self._is_available(request, action, row)
-        form = _form(request, action, initial=action.form.initial_for(row)) if is_available else None
+        form: ActionForm | None = None
+        if self._is_available(request, action, row):
+            initial = action.form.initial_for(row)
+            shown = [each.name for each in posted.hidden_fields()]  # the version or the digest of the row
+            is_as_shown = all(posted.cleaned_data[name] == initial.get(name) for name in shown)
+            form = posted if is_as_shown else _form(request, action, initial=initial)
         return self._form_page(request, action, self._action_context(action, row), form, error=error)
 
     def _create_view(self, action: CreateAction, request: HttpRequest) -> HttpResponse:
