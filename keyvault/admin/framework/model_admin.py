@@ -228,7 +228,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         raise NotImplementedError
 
     def summary(self, row: Any) -> FactTable:
-        """Return the facts that an action page shows about the row."""
+        """Return the facts that an action page shows about the row.
+
+        If the row needs an approval, these are all that the approval covers, see `fetch_summaries`.
+        """
         raise NotImplementedError
 
     def name_of(self, row: Any) -> str:
@@ -365,7 +368,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return self.get_queryset(request)
 
     def fetch_changes(self, rows: list[Any]) -> None:
-        """Read what `changes` shows of these rows, by few queries for all."""
+        """Read what `changes` shows of these rows of `get_queryset`, by few queries for all."""
+
+    def fetch_summaries(self, rows: list[Any]) -> None:
+        """Read what `summary` shows of these rows of `rows_to_open`, by few queries for all."""
 
     def rows_shown(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
         """Return the rows of the environment that the operator has chosen; all, where rows have no environment."""
@@ -624,7 +630,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             return []
         return [
             {
-                **self._form_context(action, row),
+                **self.form_context(action, row),
                 "form_url": self.url_of(row, action.name),
                 "form": _form(request, action, initial=action.form.initial_for(row)),
                 "step_up": step_up_context(request) if action.step_up else None,
@@ -725,17 +731,20 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def _action_context(self, action: RowAction, row: Any) -> dict[str, Any]:
         back = Link(self.name_of(row), self.url_of(row))
+        is_decided = action.name == "approve" and action.is_available(row)
         return {
-            **self._form_context(action, row),
+            **self.form_context(action, row),
             "title": f"{action.label}: {self.name_of(row)}",
-            "changes": self._changes(row) if action.name == "approve" else [],
+            "changes": self._changes(row) if is_decided else [],
             "summary": self.summary(row),
+            "decision_facts": self._decision_facts(row) if is_decided else None,
             "crumbs": [*self._crumbs(), back],
             "back": back,
             "page_environment": self.environment_of_row(row),
         }
 
-    def _form_context(self, action: RowAction, row: Any) -> dict[str, Any]:
+    def form_context(self, action: RowAction, row: Any) -> dict[str, Any]:
+        """Return what the form of the action says of the row: what it does, why not to, and its button."""
         warning = action.warn(row)
         return {
             "explain": format_text(action.explain, row),
