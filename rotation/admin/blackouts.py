@@ -78,7 +78,9 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
         """Annotate `used`: how many enabled schedules in the operator's scope use the calendar."""
         seen = RotationSchedule.objects.filter(schedules_in_scope(operator_of(request).scope))
         using = seen.filter(calendar=OuterRef("pk"), is_enabled=True).order_by()
-        return super().get_queryset(request).annotate(used=RowCount(using.values("pk")[: _MAX_SCHEDULES + 1]))
+        used = RowCount(using.values("pk")[: _MAX_SCHEDULES + 1])
+        rows: QuerySet[Any] = super().get_queryset(request).annotate(used=used)
+        return rows
 
     @admin.display(description="periods")
     def count(self, row: BlackoutCalendar) -> int:

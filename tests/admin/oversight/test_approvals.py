@@ -149,7 +149,7 @@ def test_approvals_review_shows_all_that_each_digest_covers(desk: Desk) -> None:
     key that replacements are sealed to.
     """
     every_row(desk)
-    client = browser(make_operator("somebody", *Role))
+    client = browser(make_operator("viewer", *Role))
     waiting = re.findall(r'name="item" value="([^"]+)"', text_of(client.get(address("approvals"))))
     assert len({each.partition(":")[0] for each in waiting}) == KINDS_OF_APPROVALS
     together = text_of(client.get(address("approvals_review"), {"item": waiting})).split('<section class="card">')
