@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import OuterRef, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
@@ -17,9 +17,10 @@ from keyvault.admin.framework.choices import Choice, choices_page
 from keyvault.admin.framework.enforcement import operator_of
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import NOTHING, Detail, FactTable, Table, badge, link, moment, mono
+from keyvault.models.row_count import RowCount
 from rotation.admin.schedule_forms import CalendarForm, EditCalendarForm, periods_from
 from rotation.admin.schedule_widgets import format_scope, schedules_in_scope
-from rotation.models import BlackoutCalendar
+from rotation.models import BlackoutCalendar, RotationSchedule
 from rotation.services.schedules.reports import state_of_schedule
 from rotation.services.schedules.schedules import save_calendar
 
@@ -73,6 +74,14 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
         """Return all rows: schedules of every merchant use them."""
         return rows
 
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Annotate `used`: how many enabled schedules in the operator's scope use the calendar."""
+        seen = RotationSchedule.objects.filter(schedules_in_scope(operator_of(request).scope))
+        using = seen.filter(calendar=OuterRef("pk"), is_enabled=True).order_by()
+        used = RowCount(using.values("pk")[: _MAX_SCHEDULES + 1])
+        rows: QuerySet[Any] = super().get_queryset(request).annotate(used=used)
+        return rows
+
     @admin.display(description="periods")
     def count(self, row: BlackoutCalendar) -> int:
         return len(row.periods)
@@ -84,9 +93,8 @@ class BlackoutCalendarAdmin(ConsoleModelAdmin):
         return moment(next(ahead, None))
 
     @admin.display(description="enabled schedules")
-    def used_by(self, row: BlackoutCalendar) -> str:
-        count = row.schedules.filter(is_enabled=True)[: _MAX_SCHEDULES + 1].count()
-        return f"more than {_MAX_SCHEDULES}" if count > _MAX_SCHEDULES else str(count)
+    def used_by(self, row: Any) -> str:
+        return f"more than {_MAX_SCHEDULES}" if row.used > _MAX_SCHEDULES else str(row.used)
 
     def summary(self, row: BlackoutCalendar) -> FactTable:
         return FactTable("Calendar", [("Name", mono(row)), ("Periods", len(row.periods))])

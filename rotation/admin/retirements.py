@@ -118,7 +118,7 @@ class RetirementAdmin(ConsoleModelAdmin):
         return row.requester_person
 
     def summary(self, row: Retirement) -> FactTable:
-        """Return the date and the users that are refused from then on."""
+        """Return the date, and the key that is refused from then on."""
         rotation = row.rotation
         url = reverse("admin:rotation_rotation_change", args=[rotation.pk])
         return FactTable(
@@ -128,7 +128,6 @@ class RetirementAdmin(ConsoleModelAdmin):
                 ("Retired at", moment(row.retire_at)),
                 ("Rotation", link(url, mono(rotation))),
                 ("Replacement confirmed", moment(rotation.confirmed_at, missing="not yet")),
-                ("Still used by", _versions(rotation)),
                 ("Requested by", requester_name(row)),
             ],
         )
@@ -161,6 +160,7 @@ class RetirementAdmin(ConsoleModelAdmin):
 
     def decision_facts(self, row: Retirement) -> Iterable[tuple[str, Any]]:
         yield "Old key in the last 24 hours", day_uses(row.rotation.predecessor)
+        yield "Still used by", _versions(row.rotation)
 
     def approval_items(self, request: HttpRequest) -> Iterable[Attention]:
         if not may(request, P.ROTATIONS_APPROVE):

@@ -220,7 +220,7 @@ class RotationAdmin(ConsoleModelAdmin):
         rows: QuerySet[Any] = (
             super()
             .rows_to_open(request)
-            .select_related("credential__account__merchant", "predecessor", "replacement__use", "schedule")
+            .select_related("credential__account__merchant", "predecessor__use", "replacement__use", "schedule")
         )
         last_error, attempts = (Subquery(failed.values(name)[:1]) for name in ("last_error", "attempts"))
         enabled = WebhookEndpoint.objects.filter(account=OuterRef("account"), disabled_at__isnull=True)

@@ -228,7 +228,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         raise NotImplementedError
 
     def summary(self, row: Any) -> FactTable:
-        """Return the facts that an action page shows about the row."""
+        """Return the facts that an action page shows about the row.
+
+        If the row needs an approval, these are all that the approval covers, see `fetch_summaries`.
+        """
         raise NotImplementedError
 
     def name_of(self, row: Any) -> str:
@@ -365,7 +368,10 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         return self.get_queryset(request)
 
     def fetch_changes(self, rows: list[Any]) -> None:
-        """Read what `changes` shows of these rows, by few queries for all."""
+        """Read what `changes` shows of these rows of `get_queryset`, by few queries for all."""
+
+    def fetch_summaries(self, rows: list[Any]) -> None:
+        """Read what `summary` shows of these rows of `rows_to_open`, by few queries for all."""
 
     def rows_shown(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
         """Return the rows of the environment that the operator has chosen; all, where rows have no environment."""
@@ -479,18 +485,25 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             form.show_faults(error)
             return answer(form, error=error)
         except StateConflictError as error:
-            return self._show_conflict(action, request, object_id, error)
+            return self._show_conflict(action, request, object_id, form, error)
         except KeyvaultError as error:
             return answer(form, error=error)
         return self._respond(request, result, result.row or row)
 
     def _show_conflict(
-        self, action: RowAction, request: HttpRequest, object_id: str, error: StateConflictError
+        self, action: RowAction, request: HttpRequest, object_id: str, posted: ActionForm, error: StateConflictError
     ) -> HttpResponse:
-        """Show the page of the action again for the current row, with the conflict."""
+        """Show the page of the action again for the current row, with the conflict.
+
+        The form keeps what the operator typed, unless the row is not the one that the page showed.
+        """
         row = self.find_row(request, object_id)
-        is_available = self._is_available(request, action, row)
-        form = _form(request, action, initial=action.form.initial_for(row)) if is_available else None
+        form: ActionForm | None = None
+        if self._is_available(request, action, row):
+            initial = action.form.initial_for(row)
+            shown = [each.name for each in posted.hidden_fields()]  # the version or the digest of the row
+            is_as_shown = all(posted.cleaned_data[name] == initial.get(name) for name in shown)
+            form = posted if is_as_shown else _form(request, action, initial=initial)
         return self._form_page(request, action, self._action_context(action, row), form, error=error)
 
     def _create_view(self, action: CreateAction, request: HttpRequest) -> HttpResponse:
@@ -617,7 +630,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             return []
         return [
             {
-                **self._form_context(action, row),
+                **self.form_context(action, row),
                 "form_url": self.url_of(row, action.name),
                 "form": _form(request, action, initial=action.form.initial_for(row)),
                 "step_up": step_up_context(request) if action.step_up else None,
@@ -718,17 +731,20 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
 
     def _action_context(self, action: RowAction, row: Any) -> dict[str, Any]:
         back = Link(self.name_of(row), self.url_of(row))
+        is_decided = action.name == "approve" and action.is_available(row)
         return {
-            **self._form_context(action, row),
+            **self.form_context(action, row),
             "title": f"{action.label}: {self.name_of(row)}",
-            "changes": self._changes(row) if action.name == "approve" else [],
+            "changes": self._changes(row) if is_decided else [],
             "summary": self.summary(row),
+            "decision_facts": self._decision_facts(row) if is_decided else None,
             "crumbs": [*self._crumbs(), back],
             "back": back,
             "page_environment": self.environment_of_row(row),
         }
 
-    def _form_context(self, action: RowAction, row: Any) -> dict[str, Any]:
+    def form_context(self, action: RowAction, row: Any) -> dict[str, Any]:
+        """Return what the form of the action says of the row: what it does, why not to, and its button."""
         warning = action.warn(row)
         return {
             "explain": format_text(action.explain, row),

@@ -27,7 +27,7 @@ from keyvault.admin.framework.four_eyes import (
 )
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.widgets import NOTHING, Detail, Difference, FactTable, Line, link, moment, mono
-from keyvault.admin.operators.operators import format_others, format_roles
+from keyvault.admin.operators.operators import fetch_others, format_others, format_roles
 from keyvault.models import OperatorChange, OperatorChangeKind, OperatorChangeState
 from keyvault.services.operator_changes import (
     approve_change,
@@ -111,6 +111,9 @@ class OperatorChangeAdmin(ConsoleModelAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).select_related("operator", "requester")
+
+    def fetch_summaries(self, rows: list[Any]) -> None:
+        fetch_others([row.operator for row in rows])
 
     state_badge = badge_column("state", _state)
 

@@ -33,7 +33,7 @@ from keyvault.admin.framework.menu import ConsolePage
 from keyvault.admin.framework.model_admin import ConsoleModelAdmin
 from keyvault.admin.framework.pages import page, status_of
 from keyvault.admin.framework.step_up import answer_locked, refuse_step_up, step_up_context
-from keyvault.admin.framework.widgets import Difference, Link, Table, counted, link, mono
+from keyvault.admin.framework.widgets import Difference, FactTable, Link, Table, counted, link, mono
 from keyvault.domain.errors import KeyvaultError, NotFoundError, RequestInvalidError, StateConflictError
 from keyvault.services.approvals.batch_approval import approved_together, combine_digests
 
@@ -157,8 +157,8 @@ def _waiting_row(item: Attention, row: Any) -> WaitingRow:
 class ReviewedRow:
     """A row on the page that approves it.
 
-    `requester`: empty if the row has no requester. `fault`: why the operator cannot approve it; empty: the operator
-    can.
+    `requester`: empty if the row has no requester. `explain`, `warning`: what the approval does, and a reason against
+    it. `summary`: all that the digest covers. `fault`: why the operator cannot approve it; empty: the operator can.
     """
 
     model_admin: ConsoleModelAdmin
@@ -167,7 +167,10 @@ class ReviewedRow:
     name: str
     environment: str
     requester: str
+    explain: str
+    warning: str
     changes: Table
+    summary: FactTable
     form: ActionForm
     fault: str
 
@@ -226,14 +229,15 @@ def _find_rows(site: AdminSite, request: HttpRequest, chosen: Sequence[str]) -> 
         if not ids or not any(action.name == "approve" for action in model_admin.row_actions):
             continue
         try:
-            rows = list(model_admin.get_queryset(request).filter(pk__in=ids))
+            rows = list(model_admin.rows_to_open(request).filter(pk__in=ids))
         except (ValueError, OverflowError):  # SQLite reads no number above its largest.
             raise NotFoundError("One of these requests does not exist.") from None
-        model_admin.fetch_changes(rows)
+        model_admin.fetch_summaries(rows)
         yield from ((model_admin, row) for row in rows)
 
 
 def _review(request: HttpRequest, model_admin: ConsoleModelAdmin, row: Any) -> ReviewedRow:
+    about = model_admin.form_context(model_admin.row_action("approve"), row)
     return ReviewedRow(
         model_admin,
         row,
@@ -241,7 +245,10 @@ def _review(request: HttpRequest, model_admin: ConsoleModelAdmin, row: Any) -> R
         model_admin.name_of(row),
         model_admin.environment_of_row(row),
         "" if model_admin.requester_person_of(row) is None else requester_name(row),
+        about["explain"],
+        about["warning"],
         changes_table(model_admin.changes(row), title=""),
+        model_admin.summary(row),
         model_admin.approval_form(row),
         _find_fault(request, model_admin, row),
     )

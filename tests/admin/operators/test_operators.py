@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from typing import Any
 
 import pytest
@@ -51,6 +52,11 @@ def test_operator_role_is_requested_approved_and_applied_in_the_console(desk: De
     assert f'{address("keyvault_auditentry_changelist")}?q=tam"' in text
 
 
+def _plain(answer: Any) -> str:
+    """Return the page without the ids of its fields."""
+    return re.sub(r' id="[^"]*"| aria-[a-z]+="[^"]*"', "", text_of(answer))
+
+
 def _attention(text: str) -> str:
     """Return the part of the overview before the items without rows."""
     return text.partition("all caught up")[0] if "all caught up" in text else text
@@ -97,8 +103,24 @@ def test_operator_changed_meanwhile_is_shown_again(desk: Desk) -> None:
     version = hidden(client.get(page), "version")
     change_roles(desk, "tam", Role.AUDITOR)
     fields = {"version": version, "roles": [Role.INCIDENT_RESPONDER], "why": "x"}
-    assert client.post(page, fields).status_code == 409
+    answer = client.post(page, fields)
+    assert answer.status_code == 409
     assert row_of("tam").roles == {Role.AUDITOR}
+    assert hidden(answer, "version") == str(row_of("tam").version) != version
+    assert f'value="{Role.INCIDENT_RESPONDER}" checked' not in _plain(answer)
+
+
+def test_operator_change_refused_by_a_rule_keeps_what_was_typed(desk: Desk) -> None:
+    """Guarantee: a refusal loses nothing that the operator typed, if the row is still what the page showed."""
+    change_roles(desk, "tam", Role.APPROVER)
+    answer = change_roles(desk, "tam", Role.APPROVER)
+    assert answer.status_code == 409
+    shown = _plain(answer)
+    assert "A change of tam awaits approval already." in shown
+    assert f'value="{Role.APPROVER}" checked' in shown
+    assert f'value="{Role.TECHNICAL_ACCOUNT_MANAGER}" checked' not in shown
+    assert "joins the approvers</textarea>" in shown
+    assert hidden(answer, "version") == str(row_of("tam").version)
 
 
 def test_operator_does_not_change_their_own(desk: Desk) -> None:

@@ -24,6 +24,8 @@ from rotation.domain.plan_fields import PlanOverrides
 from rotation.models import Rotation
 from rotation.services.rotations.requests import request_rotation
 from tests.admin.desk import Desk, address, browser, text_of
+from tests.admin.framework.test_enforcement import every_row
+from tests.admin.framework.test_queries import KINDS_OF_APPROVALS
 from tests.factories import grant, issue, make_merchant, make_operator, request_key
 
 _HIDDEN = re.compile(r'<input type="hidden" name="([^"]+)" value="([^"]*)"')
@@ -132,6 +134,32 @@ def test_approvals_review_names_the_requester_and_the_age(desk: Desk) -> None:
     row = request_key(desk.production, label="backend", by=desk.tam)
     shown = text_of(review(browser(desk.approver), row))
     assert re.search(r"Requested by tam <time [^>]*>just now</time>", shown), shown
+
+
+def find_facts(text: str) -> set[str]:
+    """Return the explanations and facts of a page, without relative times, which change while the test runs."""
+    text = re.sub(r"(<time[^>]*>)[^<]*", r"\1", text)
+    return {*re.findall(r'<p class="explain">.*?</p>', text), *re.findall(r"<div><dt>.*?</dd></div>", text, re.DOTALL)}
+
+
+def test_approvals_review_shows_all_that_each_digest_covers(desk: Desk) -> None:
+    """Guarantee: the page that approves several requests shows of each what its own page shows of the request.
+
+    A digest covers more than what changes: the reason, every value of a plan, the merchants of a campaign, the public
+    key that replacements are sealed to.
+    """
+    every_row(desk)
+    client = browser(make_operator("viewer", *Role))
+    waiting = re.findall(r'name="item" value="([^"]+)"', text_of(client.get(address("approvals"))))
+    assert len({each.partition(":")[0] for each in waiting}) == KINDS_OF_APPROVALS
+    together = text_of(client.get(address("approvals_review"), {"item": waiting})).split('<section class="card">')
+    for each in waiting:
+        label, _, pk = each.partition(":")
+        (section,) = (part for part in together if f'name="item" value="{each}"' in part)
+        alone = text_of(client.get(address(f"{label.replace('.', '_')}_approve", pk)))
+        facts = find_facts(alone.partition("<h2>Decide</h2>")[0])
+        assert len(facts) > 4
+        assert facts - find_facts(section) == set(), each
 
 
 @pytest.mark.parametrize("combined", ["", "0" * 64, None])

@@ -16,10 +16,12 @@ from keyvault.admin.framework.attention import menu_counts
 from keyvault.domain.issuance import Delivery
 from keyvault.domain.keys import KeyKind, KeyState, RetirementReason
 from keyvault.domain.revocation import RevocationReason
-from keyvault.models import Key, Material, WorkLease
+from keyvault.models import Key, Material, Operator, WorkLease
 from keyvault.models.recording import collect_subjects
 from keyvault.models.usage import UseOutcome
 from keyvault.services.keys.lifecycle import report_compromise
+from keyvault.services.keys.recipient_keys import set_recipient_key
+from keyvault.services.operator_changes import request_factor_reset
 from keyvault.services.usage.recorder import UsageLog
 from keyvault.services.usage.totals import write_totals
 from keyvault.services.webhooks.endpoints import add_endpoint
@@ -33,8 +35,14 @@ from rotation.services.rotations.interventions import request_retirement
 from rotation.services.rotations.reports import get_rotation, subject_of
 from rotation.services.rotations.requests import bypass_rotation, request_rotation
 from rotation.services.schedules.schedules import ScheduleDraft, ScheduleScope, save_schedule
+from rotation.services.schedules.standing_approvals import request_standing_approval
 from tests.admin.desk import Desk, address, browser, make_refusal, set_up_desk, text_of
+from tests.admin.framework.test_enforcement import RECIPIENT
+from tests.admin.framework.test_queries import KINDS_OF_APPROVALS
+from tests.clocks import Clock
 from tests.factories import PRODUCTION, SANDBOX, grant, issue, make_operator, now, request_key
+from tests.rotation.campaigning import asked as request_campaign
+from tests.rotation.scene import holder_of
 from tests.services.rows import disable_triggers
 
 pytestmark = pytest.mark.database
@@ -277,14 +285,36 @@ def test_full_overview_makes_few_queries(desk: Desk) -> None:
     assert len(count_queries(client, "/admin/")) <= MAX_QUERIES
 
 
+def request_some_of_each_kind(desk: Desk) -> list[Any]:
+    """Return rows of each kind that wait for approval, several of each."""
+    place, rows = desk.production, list[Any]()
+    asking = grant(desk.tam, P.ROTATIONS_WRITE, place)
+    key, _ = issue(place, label="sealed", by=desk.tam)
+    for scope in (ScheduleScope(PRODUCTION, place), ScheduleScope(PRODUCTION, credential=key.credential)):
+        scheduling = grant(desk.tam, P.SCHEDULES_WRITE, place)
+        rows.append(request_standing_approval(scheduling, save_schedule(scheduling, scope, ScheduleDraft(365)), 90))
+    for number in range(5):
+        rows.append(request_key(place, label=f"wanted-{number}", by=desk.tam))
+        key, _ = issue(place, label=f"sealed-{number}", by=desk.tam)
+        rows.append(set_recipient_key(grant(holder_of(key), P.RECIPIENTS_WRITE, place), key, RECIPIENT))
+        rows.append(request_rotation(asking, key.credential, PlanOverrides(reason="yearly")))
+        public, _ = issue(place, label=f"shop-{number}", kind=KeyKind.PUBLIC, by=desk.tam)
+        use(public, UseOutcome.ALLOWED, "192.0.2.1")
+        rotation = request_rotation(asking, public.credential, PlanOverrides())
+        rows += [rotation, request_retirement(asking, rotation, now() + timedelta(days=9))]
+        make_operator(f"changed-{number}", Role.AUDITOR)
+        changed = Operator.objects.get(username=f"changed-{number}")
+        rows.append(request_factor_reset(grant(desk.admin, P.OPERATORS_WRITE), changed, "lost"))
+        issue(place, label=f"campaign-{number}", by=desk.tam)
+        rows.append(request_campaign(Clock(now()), environment=PRODUCTION, reason=f"campaign {number}"))
+    return rows
+
+
 @pytest.mark.usefixtures("menu_counts")
 def test_approvals_of_many_rows_make_few_queries(desk: Desk) -> None:
-    """Guarantee: neither the list nor the page that approves several makes a query for each row."""
-    rows: list[Any] = [request_key(desk.production, label=f"wanted-{number}", by=desk.tam) for number in range(4)]
-    for number in range(8):
-        key, _ = issue(desk.production, label=f"used-{number}", by=desk.tam)
-        asking = grant(desk.tam, P.ROTATIONS_WRITE, desk.production)
-        rows.append(request_rotation(asking, key.credential, PlanOverrides(reason="yearly")))
+    """Guarantee: neither the list nor the page that approves several makes a query for each row of any kind."""
+    rows = request_some_of_each_kind(desk)
+    assert len({row._meta.label for row in rows}) == KINDS_OF_APPROVALS
     client, url = browser(make_operator("viewer", *Role)), address("approvals")
     assert text_of(client.get(url)).count('name="item"') == len(rows)
     assert len(count_queries(client, url)) <= MAX_QUERIES

@@ -6,17 +6,23 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
+from keyvault.access.permissions import Permission as P
+from keyvault.access.principals import OperatorPrincipal
+from keyvault.access.roles import Role
+from keyvault.access.scopes import AccessScope
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
-from rotation.admin import schedule_calendar
+from rotation.admin import blackouts, schedule_calendar
 from rotation.domain.plan_fields import Proof
 from rotation.domain.windows import Window
 from rotation.models import BlackoutCalendar, Rotation, RotationSchedule
-from rotation.services.schedules.schedules import draft_of
+from rotation.services.schedules.schedules import disable_schedule, draft_of
 from rotation.services.schedules.starting import begin_due
 from tests.admin.desk import Desk, address, browser, hidden, set_up_desk, text_of
-from tests.factories import issue
+from tests.factories import account, grant, issue, make_merchant, make_operator
 from tests.rotation.services.schedules.test_schedules import UNREADABLE, calendar, damage, save
 
 DAY = timedelta(days=1)
@@ -228,6 +234,44 @@ def test_blackouts_that_block_a_schedule_are_refused_with_its_name(desk: Desk) -
     assert answer.status_code in {400, 422}
     assert "acme/sandbox" in text_of(answer)
     assert BlackoutCalendar.objects.get().periods == []
+
+
+def count_users(operator: OperatorPrincipal) -> dict[str, str]:
+    """Return how many schedules the list says that use each calendar, by its name."""
+    shown = text_of(browser(operator).get(address("rotation_blackoutcalendar_changelist")))
+    found = re.findall(r'class="field-name">.*?>([a-z]+)</a>.*?class="field-used_by[^"]*">([^<]*)<', shown, re.DOTALL)
+    return dict(found)
+
+
+@pytest.mark.database
+def test_blackouts_count_the_enabled_schedules_in_the_scope(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: an operator of one merchant does not learn how many schedules other merchants have."""
+    make_merchant("globex")
+    freeze = calendar("freeze", now())
+    for place in (desk.sandbox, desk.production, account("globex")):
+        save(place, now(), calendar=freeze)
+    key, _ = issue(account("globex"))
+    save(key.credential, now(), calendar=freeze)
+    disabled = save(account("globex", Environment.PRODUCTION), now(), calendar=freeze)
+    disable_schedule(grant(desk.tam, P.SCHEDULES_WRITE, disabled.account), disabled)
+    limited = make_operator("limited", Role.TECHNICAL_ACCOUNT_MANAGER, scope=AccessScope(frozenset({"globex"})))
+    assert count_users(desk.tam) == {"freeze": "4"}
+    assert count_users(limited) == {"freeze": "2"}
+    monkeypatch.setattr(blackouts, "_MAX_SCHEDULES", 3)
+    assert count_users(desk.tam) == {"freeze": "more than 3"}
+
+
+def test_blackouts_are_listed_without_a_query_for_each(desk: Desk) -> None:
+    client, url = browser(desk.tam), address("rotation_blackoutcalendar_changelist")
+    calendar("freeze", now())
+    client.get(url)
+    made = []
+    for name in ("shops", "stocktaking"):
+        calendar(name, now())
+        with CaptureQueriesContext(connection) as captured:
+            client.get(url)
+        made.append(len(captured))
+    assert made[0] == made[1]
 
 
 def test_calendar_page_shows_months_with_working_links(desk: Desk) -> None:
