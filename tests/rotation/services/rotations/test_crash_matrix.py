@@ -22,7 +22,7 @@ def test_rotation_killed_at_every_point_completes_without_an_outage(share: int, 
 
     At no moment is the key that the merchant reads refused, and at most two keys verify.
     """
-    # A keystore of its own: that of the worker holds pending copies of earlier tests, whose rows were rolled back.
+    # A keystore of its own: the shared one holds pending copies of earlier tests, whose rows were rolled back.
     environment = {
         "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
         "KEYVAULT_DATA_DIR": str(tmp_path),
