@@ -24,7 +24,7 @@ from tests.rotation.machine.scenes import VARIANTS, play, stage
 from tests.rotation.machine.watching import ViolationError
 from tests.rotation.machine.world import MachineWorld, Variant
 
-pytestmark = [pytest.mark.django_db, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.django_db, pytest.mark.timeout(600)]
 
 S = RotationState
 EACH = 6
