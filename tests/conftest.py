@@ -9,10 +9,12 @@ import gc
 import json
 import os
 import re
+import signal
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
@@ -153,6 +155,34 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     counts = {kind: len(reports) for kind, reports in terminalreporter.stats.items() if kind}
     if path := os.environ.get(environment.TALLY):
         Path(path).write_text(json.dumps(counts))
+
+
+# ----------------------------------------------------------------------------------------------------- timeouts
+
+
+class TimedOutError(BaseException):
+    """A test took longer than its timeout."""
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer() -> Generator[None, object, object]:
+    """Let a timeout pass through Hypothesis.
+
+    For Hypothesis, pytest's own exception is a failure of the current example. It repeats the example in time, and
+    reports `Flaky` instead of the timeout.
+    """
+    result = yield
+    fail = signal.getsignal(signal.SIGALRM)
+    assert callable(fail)
+
+    def time_out(number: int, frame: FrameType | None) -> None:
+        try:
+            fail(number, frame)
+        except pytest.fail.Exception as failure:
+            raise TimedOutError(failure.msg) from None
+
+    signal.signal(signal.SIGALRM, time_out)
+    return result
 
 
 # -------------------------------------------------------------------------------------------------- databases

@@ -1,13 +1,17 @@
 """`python -m tests`, the command behind `make test`: its last line and its exit code."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import integers
 
 from .__main__ import Counts
+from .conftest import TimedOutError
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "tests/test_runner.py"
@@ -45,3 +49,19 @@ def test_runner_that_ran_nothing_does_not_look_like_a_success(options: tuple[str
     """A typing error in ARGS must not pass for a green suite."""
     done = run(*options)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (code, line)
+
+
+def test_timeout_in_an_example_is_reported_as_a_timeout() -> None:
+    """Hypothesis repeats no example that only the clock ended."""
+    began: list[int] = []
+
+    @settings(database=None)
+    @given(integers())
+    def slow_once(example: int) -> None:
+        began.append(example)
+        if len(began) == 3:
+            signal.raise_signal(signal.SIGALRM)
+
+    with pytest.raises(TimedOutError, match="Timeout"):
+        slow_once()
+    assert len(began) == 3

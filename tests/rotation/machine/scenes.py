@@ -14,6 +14,7 @@ from django.db import transaction
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind
+from keyvault.services.peppers import ring
 from keyvault.services.work import leases
 from rotation.domain.events import RotationState
 from rotation.domain.plan_fields import AtDeadline, PlanOverrides, Proof, Reinstatement
@@ -131,11 +132,15 @@ def stage() -> Iterator[MemoryBackend]:
     """Replace the keystore by an in-memory backend, remove jitter, and raise faults that are otherwise only logged.
 
     Run inside a transaction.
+
+    The pepper ring refreshes before each new key instead of by real time: the statements of a refresh are events of a
+    step (`interrupting.py`), and Hypothesis requires that a replay meets the same events.
     """
     backend = MemoryBackend()
     with (
         mock.patch("keyvault.services.secrets.backend.LocalKeystore", return_value=backend),
         mock.patch.object(leases, "_jitter", return_value=1.0),
+        mock.patch.object(ring, "REFRESH_SECONDS", 0.0),
         mock.patch.object(engine._log, "exception", _require_foreseen),
     ):
         factories.forget_keystore()

@@ -17,15 +17,21 @@ ROOT = Path(__file__).resolve().parents[4]
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("share", [1, 2, 3])
-def test_rotation_killed_at_every_point_completes_without_an_outage(share: int) -> None:
+def test_rotation_killed_at_every_point_completes_without_an_outage(share: int, tmp_path: Path) -> None:
     """Another worker finishes the rotation after any kill around a commit or backend call.
 
     At no moment is the key that the merchant reads refused, and at most two keys verify.
     """
+    # A keystore of its own: the shared one holds pending copies of earlier tests, whose rows were rolled back.
+    environment = {
+        "DJANGO_SETTINGS_MODULE": "keyvault.project.settings",
+        "KEYVAULT_DATA_DIR": str(tmp_path),
+        "KEYVAULT_LOG_LEVEL": "ERROR",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.crash_matrix", f"{share}/3"],
         cwd=ROOT,
-        env={**os.environ, "DJANGO_SETTINGS_MODULE": "keyvault.project.settings", "KEYVAULT_LOG_LEVEL": "ERROR"},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=580,
