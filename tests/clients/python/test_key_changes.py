@@ -7,6 +7,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,28 @@ def test_vault_path_is_a_source(server: ScriptedServer, monkeypatch: pytest.Monk
         with pytest.raises(LookupError, match="403"):
             source.read(30)
     assert sent(server) == [("/orders", OLD)]
+
+
+def test_threads_that_read_a_vault_do_not_disturb_each_other() -> None:
+    """Guarantee: the end of one read closes no connection of another one."""
+    asked, answered = threading.Event(), threading.Event()
+    reply = b"".join(render({"status": 200, "body": {"data": {"data": {"secret": OLD}}}}, {}))
+
+    def answer_after_the_other(connection: socket.socket, request: ReceivedRequest) -> None:
+        asked.set()
+        assert answered.wait(60)
+        connection.sendall(reply)
+
+    with scripted_server(answer_after_the_other, lambda connection, _: connection.sendall(reply)) as vault:
+        source = VaultKey("secret/data/shop", address=vault.url, token=CallableKey(lambda: "s.token"))
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(source.read, 60)
+            try:
+                assert asked.wait(60)
+                assert source.read(60).reveal() == OLD
+            finally:
+                answered.set()
+            assert first.result().reveal() == OLD
 
 
 def test_no_key_in_texts_logs_tracebacks_and_pickles(
