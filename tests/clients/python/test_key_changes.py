@@ -163,6 +163,51 @@ def test_key_of_a_watched_source_is_acknowledged_before_it_is_used(
     assert sent(server) == [("/orders", OLD), ("/credentials/acknowledge", NEW), ("/orders", NEW)]
 
 
+def test_process_without_traffic_acknowledges_its_first_key_and_each_replacement(
+    connect: Connect, server: ScriptedServer, stored: ReplaceableKey
+) -> None:
+    """Guarantee: a process that only watches its key proves each key that its source has, and uses the newest one."""
+    client = connect(stored.source(watch_seconds=None))
+    server.begin({"status": 404, "body": {}}, {"status": 204, "text": ""}, YES)
+    assert [client.watch_key(), client.watch_key()] == [False, False]
+    stored.put(NEW)
+    assert client.watch_key() is True
+    client.request("GET", "/orders")
+    assert sent(server) == [("/credentials/acknowledge", OLD), ("/credentials/acknowledge", NEW), ("/orders", NEW)]
+
+
+@pytest.mark.parametrize("answer", [NO, {"status": 503, "text": ""}, {"fault": "cut"}])
+def test_first_key_of_a_process_without_traffic_is_acknowledged_until_the_service_accepts_it(
+    connect: Connect, server: ScriptedServer, stored: ReplaceableKey, answer: dict[str, Any]
+) -> None:
+    """Guarantee: neither a failed source nor a failed acknowledgement of the first key loses it."""
+    client = connect(stored.source(watch_seconds=None))
+    server.begin(answer, {"status": 204, "text": ""})
+    stored.put(None)
+    assert client.watch_key() is False
+    for text in ("nonsense", OLD, OLD, OLD):
+        stored.put(text)
+        assert client.watch_key() is False
+    assert sent(server) == [("/credentials/acknowledge", OLD)] * 2
+
+
+def test_key_that_a_call_has_read_is_not_replaced_by_an_older_one(
+    connect: Connect, server: ScriptedServer, stored: ReplaceableKey
+) -> None:
+    """Guarantee: the first key, whose acknowledgement takes long, does not displace a newer key of the source."""
+    client = connect(stored.source(watch_seconds=None))
+
+    def answer_after_a_call(connection: socket.socket, request: ReceivedRequest) -> None:
+        stored.put(NEW)
+        client.request("GET", "/orders")
+        connection.sendall(b"".join(render({"status": 404, "body": {}}, {})))
+
+    server.begin(answer_after_a_call, YES, YES)
+    assert client.watch_key() is False
+    client.request("GET", "/orders")
+    assert sent(server) == [("/credentials/acknowledge", OLD), ("/orders", NEW), ("/orders", NEW)]
+
+
 @pytest.mark.parametrize("answer", [NO, {"status": 503, "text": ""}, {"fault": "cut"}])
 def test_predecessor_stays_in_use_until_the_replacement_succeeds(
     connect: Connect, server: ScriptedServer, stored: ReplaceableKey, answer: dict[str, Any]
