@@ -5,6 +5,7 @@ import logging
 import pickle
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -368,6 +369,9 @@ FAILING: dict[str, Callable[[], object]] = {
     "sealed": lambda: open_sealed(PRIVATE, {}),
     "sealed with a key": lambda: open_sealed(OLD, {"enc": "", "ciphertext": ""}),
     "webhook": lambda: verify_webhook({}, b"", [SIGNING]),
+    "webhook's id": lambda: verify_webhook(
+        {"webhook-id": "\udcff", "webhook-timestamp": str(int(time.time())), "webhook-signature": "v1,"}, b"", [SIGNING]
+    ),
     "webhook's secret": lambda: verify_webhook({}, b"", [OLD]),
 }
 
