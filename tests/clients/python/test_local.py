@@ -1,6 +1,7 @@
 """LocalVerifier authorizes only what the service would, and by no data older than a confirmed change."""
 
 import hmac
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,9 +10,13 @@ from functools import partial
 
 import anyio
 import pytest
-from keyvault_client import Decision, Question
+from keyvault_client import Decision, Identity, Question
+from keyvault_client.effects import HttpReply, SendRequest
 from keyvault_client.local import AsyncLocalVerifier, LocalVerifier
-from keyvault_client.local.memory import LocalMemory
+from keyvault_client.local.memory import LocalMemory, LocalMiss, clock
+from keyvault_client.local.reader import LocalFeedReader
+from keyvault_client.transport import SyncRunner
+from keyvault_client.verifier import ServiceAddress
 
 from .feed_service import TOKEN, FeedService, feed_service, key_string
 
@@ -58,6 +63,25 @@ def is_local(verifier: LocalVerifier, service: FeedService, asked: Question) -> 
 def warm(verifier: LocalVerifier, service: FeedService, key: str = KEY) -> None:
     """Ask until the key is decided from memory."""
     until(lambda: is_local(verifier, service, question(key)))
+
+
+def known_memory() -> LocalMemory:
+    """Return a memory without a reader that knows KEY, the rules and tokens, and is current for an hour."""
+    service, memory = FeedService(), LocalMemory("sandbox")
+    record = service.record(KEY[11:27])
+    version = memory.begin_rules()
+    assert version is not None
+    memory.end_rules(version, service._get_v1_snapshot({}, {})[1])
+    memory.set_current_until(clock() + 3600)
+    missed = memory.decide(question())
+    assert isinstance(missed, LocalMiss)
+    names = ("key_id", "credential_id", "kind", "merchant_id", "environment")
+    memory.learn(missed, Decision(Identity(**{name: record[name] for name in names}), 200))
+    memory.end_fetch(memory.begin_fetch(1), [record])
+    # Tokens are valid for a second: these, in an hour.
+    memory._leases.add(("acme", "orders.create"), 100, clock() + 3600)
+    assert isinstance(memory.decide(question()), Decision)
+    return memory
 
 
 def test_local_second_question_is_decided_from_memory(verifier: LocalVerifier, service: FeedService) -> None:
@@ -266,3 +290,41 @@ def test_local_keeps_no_key_string(verifier: LocalVerifier, service: FeedService
     assert KEY[27:] not in repr([memory._key_ids, memory._held, memory._endpoints, vars(memory)])
     assert list(memory._key_ids) == [hmac.digest(memory._process_key, KEY.encode(), "sha256")]
     assert LocalMemory("sandbox")._process_key != memory._process_key
+
+
+def test_local_answer_of_the_feed_after_the_end_does_not_make_the_memory_current() -> None:
+    """Guarantee: a closed verifier never authorizes from memory again: nothing would report the use."""
+    memory, runner = known_memory(), SyncRunner()
+
+    def answer_after_the_end(request: SendRequest) -> HttpReply:
+        reader.close()
+        members = {"sequence": 1, "waited_seconds": 0, "staleness_seconds": 60, "changes": []}
+        return HttpReply(200, {}, json.dumps(members).encode())
+
+    runner.send = answer_after_the_end  # type: ignore[method-assign]  # no connection
+    reader = LocalFeedReader(ServiceAddress("http://127.0.0.1:1", "sandbox", TOKEN), runner, memory)
+    reader._read(1)
+    assert not memory.is_current
+    assert isinstance(memory.decide(question()), LocalMiss)
+
+
+def test_local_use_that_the_last_report_would_miss_is_not_authorized() -> None:
+    """Guarantee: a decision that began before the end is in the last report, or is not made from memory."""
+    memory = known_memory()
+    free = memory._lock
+
+    class ClosesFirst:
+        """Closes the memory and takes the last report, just before the lock is taken."""
+
+        def __enter__(self) -> None:
+            memory._lock = free
+            memory.close()
+            memory.begin_report()
+            free.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            free.release()
+
+    memory._lock = ClosesFirst()  # type: ignore[assignment]  # what `with` needs
+    assert isinstance(memory.decide(question()), LocalMiss)
+    assert sum(row["count"] for row in memory.next_report().rows) == 1

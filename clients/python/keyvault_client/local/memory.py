@@ -103,6 +103,7 @@ class LocalMemory:
         self._endpoints: dict[tuple[str, str], Endpoint] = {}
         self._leases = LocalLeases()
         self._current_until = 0.0
+        self._closed = False
         # Unix time minus `clock()`, in seconds.
         self._epoch = time.time() - clock()
         self._uses = LocalUses(self._unix_time())
@@ -135,8 +136,10 @@ class LocalMemory:
         user_agent, origin = question.user_agent or "", question.origin or ""
         use = (held.record.key_id, endpoint.name, question.client_ip or "", user_agent, origin)
         with self._lock:
-            # The record or the rules may have changed before the lock was taken.
-            if self._held.get(held.record.key_id) is not held or self._rules is not rules or not self._uses.has_room:
+            # The record or the rules may have changed, or the memory been closed, before the lock was taken.
+            if self._held.get(held.record.key_id) is not held or self._rules is not rules:
+                return LocalMiss(digest)
+            if now >= self._current_until or not self._uses.has_room:
                 return LocalMiss(digest)
             if granted.lease is not None and not self._leases.take(granted.lease, now):
                 smallest = rules.smallest_count(held.record, endpoint)
@@ -221,8 +224,16 @@ class LocalMemory:
                 self._uses.shift(error)
 
     def set_current_until(self, until: float) -> None:
-        """Let the memory be used until a time of `clock()`."""
-        self._current_until = until
+        """Let the memory be used until a time of `clock()`, unless it is closed."""
+        with self._lock:
+            if not self._closed:
+                self._current_until = until
+
+    def close(self) -> None:
+        """Authorize nothing from now on. Every use that was authorized is in the next report."""
+        with self._lock:
+            self._closed = True
+            self._current_until = 0.0
 
     def forget(self) -> None:
         """Drop everything but the known key strings, and authorize nothing until the feed is current again."""
