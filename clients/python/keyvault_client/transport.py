@@ -73,7 +73,7 @@ class _DeadlineStream(httpcore.NetworkStream):
 
 class _DeadlineBackend(httpcore.SyncBackend):
     def connect_tcp(self, host: str, port: int, timeout: float | None = None, *options: Any, **named: Any) -> Any:
-        """Connect to the first address that answers. The addresses share the time: one that is silent leaves the rest."""
+        """Connect to the first address that answers. The addresses share the time, as one may drop every packet."""
         try:
             addresses = [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         except OSError as error:

@@ -12,13 +12,14 @@ import anyio
 import pytest
 from keyvault_client import Decision, Identity, Question
 from keyvault_client.effects import HttpReply, SendRequest
+from keyvault_client.keystrings import as_plaintext
 from keyvault_client.local import AsyncLocalVerifier, LocalVerifier
 from keyvault_client.local.memory import LocalMemory, LocalMiss, clock
 from keyvault_client.local.reader import LocalFeedReader
 from keyvault_client.transport import SyncRunner
 from keyvault_client.verifier import ServiceAddress
 
-from .feed_service import TOKEN, FeedService, feed_service, key_string
+from .feed_service import ENDPOINTS, TOKEN, FeedService, feed_service, key_string
 
 KEY = key_string(1)
 
@@ -65,22 +66,30 @@ def warm(verifier: LocalVerifier, service: FeedService, key: str = KEY) -> None:
     until(lambda: is_local(verifier, service, question(key)))
 
 
-def known_memory() -> LocalMemory:
-    """Return a memory without a reader that knows KEY, the rules and tokens, and is current for an hour."""
+def give_tokens(memory: LocalMemory) -> None:
+    """Add tokens of every endpoint. Tokens are valid for a second: these, in an hour."""
+    with memory._lock:
+        for endpoint in ENDPOINTS:
+            memory._leases.add(("acme", str(endpoint["name"])), 100, clock() + 3600)
+
+
+def known_memory(asked: Question | None = None) -> LocalMemory:
+    """Return a memory without a reader that decides a question, by default `question()`, for an hour."""
+    asked = question() if asked is None else asked
     service, memory = FeedService(), LocalMemory("sandbox")
-    record = service.record(KEY[11:27])
+    kind = "public" if as_plaintext(asked.key or "").reveal().startswith("kv_pub") else "private"
+    record = service.record(KEY[11:27]) | {"kind": kind}
     version = memory.begin_rules()
     assert version is not None
     memory.end_rules(version, service._get_v1_snapshot({}, {})[1])
     memory.set_current_until(clock() + 3600)
-    missed = memory.decide(question())
+    missed = memory.decide(asked)
     assert isinstance(missed, LocalMiss)
     names = ("key_id", "credential_id", "kind", "merchant_id", "environment")
     memory.learn(missed, Decision(Identity(**{name: record[name] for name in names}), 200))
     memory.end_fetch(memory.begin_fetch(1), [record])
-    # Tokens are valid for a second: these, in an hour.
-    memory._leases.add(("acme", "orders.create"), 100, clock() + 3600)
-    assert isinstance(memory.decide(question()), Decision)
+    give_tokens(memory)
+    assert isinstance(memory.decide(asked), Decision)
     return memory
 
 
@@ -219,6 +228,20 @@ def test_local_reads_rules_again_after_a_change(verifier: LocalVerifier, service
         {"merchant": "globex"},
         {"cost": 2},
         {"key": f"{KEY},{KEY}"},
+        {"path": f"/merchants/orders?{'a' * 8192}"},
+        {"path": "/merchants/orders?\0"},
+        {"endpoint": "orders.create"},
+        {"method": None, "endpoint": "orders.create", "path": "/elsewhere"},
+        {"method": "POST", "path": None, "endpoint": "orders.create"},
+        {"client_ip": ""},
+        {"client_ip": "192.0.2.1:80"},
+        {"client_ip": "fe80::1%eth0"},
+        {"client_ip": "1" * 100},
+        {"user_agent": "a" * 8193},
+        {"user_agent": "shop\0"},
+        {"user_agent": "shop\ud800"},
+        {"merchant": ""},
+        {"store": "s" * 129},
     ],
 )
 def test_local_asks_what_only_the_service_may_decide(
@@ -226,6 +249,8 @@ def test_local_asks_what_only_the_service_may_decide(
 ) -> None:
     """Guarantee: the service decides, and records, every request that the memory cannot authorize."""
     warm(verifier, service)
+    give_tokens(verifier._logic.memory)
+    assert is_local(verifier, service, question())
     before = len(service.asked)
     verifier.verify(question(**{"key": KEY, **changes}))  # type: ignore[arg-type]  # a member of each type
     assert len(service.asked) == before + 1
@@ -268,6 +293,39 @@ def test_local_uses_no_more_tokens_than_it_has_leased(verifier: LocalVerifier, s
     assert any(body.get("cost", 1) > 1 for body in service.asked)
 
 
+def test_local_asks_again_without_a_batch_that_exceeds_a_lowered_limit(
+    verifier: LocalVerifier, service: FeedService
+) -> None:
+    """Guarantee: no request is refused because the verifier asked for more tokens than a limit has."""
+    warm(verifier, service)
+    service.largest_cost = 1
+    with service.lock:
+        service.asked.clear()
+
+    def has_asked_for_a_batch() -> bool:
+        assert verifier.verify(question()).allowed
+        return any(body.get("cost", 1) > 1 for body in service.asked)
+
+    until(has_asked_for_a_batch)
+
+
+@pytest.mark.parametrize("origin", ["o" * 501, "o\0", "\ud800"])
+def test_local_asks_about_an_origin_that_the_service_refuses(origin: str) -> None:
+    """Guarantee: the memory accepts an origin only if the service does."""
+    asked = Question(key=key_string(1, "pub"), endpoint="client.configuration", origin="https://shop.example")
+    memory = known_memory(asked)
+    asked.origin = origin
+    assert isinstance(memory.decide(asked), LocalMiss)
+
+
+def test_local_reports_an_address_in_the_form_that_the_service_records() -> None:
+    """Guarantee: a rotation sees one source, whether the memory or the service decided."""
+    memory = known_memory()
+    assert isinstance(memory.decide(question(client_ip="::FFFF:192.0.2.1")), Decision)
+    memory.begin_report()
+    assert [(row["source"], row["count"]) for row in memory.next_report().rows] == [("192.0.2.1", 2)]
+
+
 def test_local_async_face_decides_from_the_same_memory(served: tuple[FeedService, str]) -> None:
     service, url = served
 
@@ -292,7 +350,9 @@ def test_local_keeps_no_key_string(verifier: LocalVerifier, service: FeedService
     assert LocalMemory("sandbox")._process_key != memory._process_key
 
 
-def test_local_answer_of_the_feed_after_the_end_does_not_make_the_memory_current() -> None:
+def test_local_answer_of_the_feed_after_the_end_does_not_make_the_memory_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Guarantee: a closed verifier never authorizes from memory again: nothing would report the use."""
     memory, runner = known_memory(), SyncRunner()
 
@@ -301,7 +361,7 @@ def test_local_answer_of_the_feed_after_the_end_does_not_make_the_memory_current
         members = {"sequence": 1, "waited_seconds": 0, "staleness_seconds": 60, "changes": []}
         return HttpReply(200, {}, json.dumps(members).encode())
 
-    runner.send = answer_after_the_end  # type: ignore[method-assign]  # no connection
+    monkeypatch.setattr(runner, "send", answer_after_the_end)
     reader = LocalFeedReader(ServiceAddress("http://127.0.0.1:1", "sandbox", TOKEN), runner, memory)
     reader._read(1)
     assert not memory.is_current
