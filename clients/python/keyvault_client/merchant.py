@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import secrets
 import ssl
@@ -80,7 +81,8 @@ class _MerchantLogic:
         self._budget = RetryBudget(options.retry_budget)
         self._key: Plaintext | None = None
         self._read_at = 0.0
-        self._watching = Lock()
+        # By process id: a forked process does not have the thread of its parent that would release the lock.
+        self._watching: dict[int, Lock] = {}
 
     def call(self, call: MerchantCall) -> Steps[Response]:
         call = self._checked(call)
@@ -125,7 +127,8 @@ class _MerchantLogic:
         is_due = before is not None and every is not None and time.monotonic() >= self._read_at + every
         if not (now or is_due):
             return False
-        if not self._watching.acquire(blocking=False):
+        watching = self._watching.setdefault(os.getpid(), Lock())
+        if not watching.acquire(blocking=False):
             return False
         try:
             found = yield from self._read_source(deadline)
@@ -145,7 +148,7 @@ class _MerchantLogic:
             logger.warning("keyvault: the key source has no valid key, none is taken up: %s", error)
             return False
         finally:
-            self._watching.release()
+            watching.release()
 
     def _read_source(self, deadline: float) -> Steps[Plaintext]:
         """Read the key source. Raises KeySourceError."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pickle
 import socket
 import threading
@@ -207,6 +208,36 @@ def test_key_that_a_call_has_read_is_not_replaced_by_an_older_one(
     assert client.watch_key() is False
     client.request("GET", "/orders")
     assert sent(server) == [("/credentials/acknowledge", OLD), ("/orders", NEW), ("/orders", NEW)]
+
+
+def test_process_that_is_forked_while_its_parent_reads_the_source_watches_its_key(server: ScriptedServer) -> None:
+    """Guarantee: a worker that a server forks takes up replacements, whatever the server was doing then."""
+    parent, reading, finish = os.getpid(), threading.Event(), threading.Event()
+
+    def read() -> str:
+        if os.getpid() == parent:
+            reading.set()
+            assert finish.wait(60)
+        return OLD
+
+    client = client_of(server, CallableKey(read))
+    server.begin({"status": 404, "body": {}}, {"status": 404, "body": {}})
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(client.watch_key)
+        try:
+            assert reading.wait(60)
+            child = os.fork()
+            if child == 0:
+                try:
+                    client.watch_key()
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+            assert sent(server) == [("/credentials/acknowledge", OLD)]
+        finally:
+            finish.set()
+        watching.result()
+    client.close()
 
 
 @pytest.mark.parametrize("answer", [NO, {"status": 503, "text": ""}, {"fault": "cut"}])
