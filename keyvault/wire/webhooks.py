@@ -83,7 +83,8 @@ def verify(secret: str, headers: Mapping[str, str], body: bytes, now: datetime) 
     message_id, timestamp, signatures = (
         headers.get(name, "") for name in (ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER)
     )
-    if not message_id or not signatures or re.fullmatch(r"[0-9]{1,12}", timestamp) is None:
+    # An id outside of ASCII is not the service's, and may have no encoding.
+    if not message_id or not message_id.isascii() or not signatures or re.fullmatch(r"[0-9]{1,12}", timestamp) is None:
         raise SignatureInvalidError("a header is missing or unreadable")
     if abs(now.timestamp() - int(timestamp)) > TOLERANCE.total_seconds():
         raise SignatureInvalidError("the timestamp is out of tolerance")

@@ -1,8 +1,10 @@
 """The question that a backend service asks about a request, and the decision about it."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, Protocol
 
 from keyvault.domain.plaintext import Plaintext
@@ -11,6 +13,12 @@ from keyvault_client.keystrings import as_plaintext
 PROBLEM_TYPE = "application/problem+json"
 MAX_USER_AGENT = 8192
 """Longest user agent that the service accepts, in characters."""
+
+_MAX_PATH = 8192
+_MAX_ORIGIN = 500
+_MAX_MERCHANT = 64
+_MAX_STORE = 128
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(slots=True)
@@ -54,6 +62,44 @@ class Question:
             | {"key": None if self.key is None else as_plaintext(self.key).reveal()}
             | ({} if token is None else {"customer_token": as_plaintext(token).reveal()})
         ).encode()
+
+
+def canonical_address(text: str) -> str | None:
+    """Return IPv4 or IPv6 in canonical form, an IPv4-mapped address as IPv4.
+
+    None for anything else, and for a zone index, which is valid on one machine only.
+    """
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    if getattr(address, "scope_id", None) is not None:
+        return None
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def are_headers_acceptable(user_agent: str, origin: str) -> bool:
+    """Whether the service accepts the values of these headers."""
+    both = user_agent + origin
+    if len(both) <= _MAX_ORIGIN and both.isascii() and "\0" not in both:
+        return True  # Almost every request, so it takes one look.
+    return len(user_agent) <= MAX_USER_AGENT and len(origin) <= _MAX_ORIGIN and _is_text(both)
+
+
+def is_path_acceptable(path: str) -> bool:
+    """Whether the service accepts the path."""
+    return len(path) <= _MAX_PATH and _is_text(path)
+
+
+def are_contexts_acceptable(merchant: str | None, store: str | None) -> bool:
+    """Whether the service accepts the merchant and the store that the caller names."""
+    return (merchant is None or (0 < len(merchant) <= _MAX_MERCHANT and _is_text(merchant))) and (
+        store is None or (0 < len(store) <= _MAX_STORE and _is_text(store))
+    )
+
+
+def _is_text(text: str) -> bool:
+    return "\0" not in text and (text.isascii() or _SURROGATE.search(text) is None)
 
 
 @dataclass(frozen=True, slots=True)

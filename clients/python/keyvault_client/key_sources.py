@@ -88,18 +88,19 @@ class VaultKey:
         self._url = f"{parse_base_url(address or os.environ.get('VAULT_ADDR', ''))}/v1/{path.strip('/')}"
         self._field = field
         self._token = token or EnvironmentKey("VAULT_TOKEN")
-        self._runner = SyncRunner(tls)
+        self._tls = tls
         self.watch_seconds = watch_seconds
 
     def read(self, timeout: float) -> Plaintext:
         """Raises LookupError with the status of the Vault, or when the secret has no such field."""
         deadline = time.monotonic() + timeout
         send = SendRequest("GET", self._url, {"X-Vault-Token": self._token.read(timeout)}, b"", deadline)
+        # The next read may be a minute away: keep no idle connection. Other threads may read at the same time.
+        runner = SyncRunner(self._tls)
         try:
-            reply = self._runner.send(send)
+            reply = runner.send(send)
         finally:
-            # The next read may be a minute away: keep no idle connection.
-            self._runner.close()
+            runner.close()
         if isinstance(reply, Failure):
             raise LookupError(f"no answer of the Vault: {reply.cause}")
         if reply.status != 200:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import secrets
 import ssl
@@ -50,6 +51,7 @@ class MerchantOptions:
 
     Attributes:
         deadline: of one call with all its attempts and waits. Calls outlive a restart of the service that is shorter.
+            It does not limit MerchantClient's look-up of a host name.
         attempt_timeout: of one attempt.
         max_attempts: of one call. By default as many as fit into the default deadline.
         retry_budget: retries that all calls of a client share. A call that succeeds with its first attempt
@@ -79,7 +81,8 @@ class _MerchantLogic:
         self._budget = RetryBudget(options.retry_budget)
         self._key: Plaintext | None = None
         self._read_at = 0.0
-        self._watching = Lock()
+        # By process id: a forked process does not have the thread of its parent that would release the lock.
+        self._watching: dict[int, Lock] = {}
 
     def call(self, call: MerchantCall) -> Steps[Response]:
         call = self._checked(call)
@@ -116,29 +119,36 @@ class _MerchantLogic:
             attempt += 1
 
     def watch(self, deadline: float, *, now: bool = False) -> Steps[bool]:
-        """Read the source again if it is time, or `now`. Returns whether another key is in use after it."""
+        """Read the source again if it is time, or `now`. Returns whether another key is in use after it.
+
+        With `now`, the first key is read, too, and acknowledged: it may be a replacement that nothing else proves.
+        """
         every, before = self._source.watch_seconds, self._key
-        if before is None or not (now or (every is not None and time.monotonic() >= self._read_at + every)):
+        is_due = before is not None and every is not None and time.monotonic() >= self._read_at + every
+        if not (now or is_due):
             return False
-        if not self._watching.acquire(blocking=False):
+        watching = self._watching.setdefault(os.getpid(), Lock())
+        if not watching.acquire(blocking=False):
             return False
         try:
             found = yield from self._read_source(deadline)
-            if is_same(found, before):
+            if before is not None and is_same(found, before):
                 return False
             self._require_key(found)
             if not (yield from self._is_accepted(found, deadline, unknown=False)):
                 return False
-            self._take_up(found)
-            return True
+            # A call may have read or reloaded a newer key meanwhile.
+            if self._key is before:
+                self._take_up(found)
+            return before is not None
         except KeySourceError as error:
-            logger.warning("keyvault: the key source failed, the key stays in use: %s", type(error.__cause__).__name__)
+            logger.warning("keyvault: the key source failed, no key is taken up: %s", type(error.__cause__).__name__)
             return False
         except RefusedError as error:
-            logger.warning("keyvault: the key source has no valid key, the key stays in use: %s", error)
+            logger.warning("keyvault: the key source has no valid key, none is taken up: %s", error)
             return False
         finally:
-            self._watching.release()
+            watching.release()
 
     def _read_source(self, deadline: float) -> Steps[Plaintext]:
         """Read the key source. Raises KeySourceError."""
@@ -251,7 +261,10 @@ class MerchantClient(Calls[Response]):
         self._deadline = options.deadline
 
     def watch_key(self) -> bool:
-        """Read the key source now, for a process without traffic. Returns whether another key is in use after it."""
+        """Read the key source now, for a process without traffic, and acknowledge a new key.
+
+        The first call also reads and acknowledges the first key. Returns whether another key replaced the one in use.
+        """
         return self._runner.run(self._logic.watch(time.monotonic() + self._deadline, now=True))
 
     def close(self) -> None:
@@ -278,7 +291,10 @@ class AsyncMerchantClient(Calls[Awaitable[Response]]):
         self._deadline = options.deadline
 
     async def watch_key(self) -> bool:
-        """Read the key source now, for a process without traffic. Returns whether another key is in use after it."""
+        """Read the key source now, for a process without traffic, and acknowledge a new key.
+
+        The first call also reads and acknowledges the first key. Returns whether another key replaced the one in use.
+        """
         return await self._runner.run(self._logic.watch(time.monotonic() + self._deadline, now=True))
 
     async def close(self) -> None:

@@ -1,10 +1,12 @@
 """HTTP connections with a deadline for the whole exchange, and the two runners that perform effects.
 
 httpx limits each read of a socket. A server that sends a byte now and then never exceeds such a limit, so the sync
-runner limits all operations of an exchange by one deadline. The async runner cancels the exchange.
+runner limits all operations of an exchange by one deadline. The async runner cancels the exchange. Only the system's
+look-up of a host name cannot be limited: the sync runner waits for it, and the deadline may have passed after it.
 """
 
 import os
+import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -71,7 +73,20 @@ class _DeadlineStream(httpcore.NetworkStream):
 
 class _DeadlineBackend(httpcore.SyncBackend):
     def connect_tcp(self, host: str, port: int, timeout: float | None = None, *options: Any, **named: Any) -> Any:
-        return _DeadlineStream(super().connect_tcp(host, port, _remaining(timeout), *options, **named))
+        """Connect to the first address that answers. The addresses share the time, as one may drop every packet."""
+        try:
+            addresses = [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        except OSError as error:
+            raise httpcore.ConnectError(str(error)) from error
+        for untried in range(len(addresses), 0, -1):
+            left = _remaining(timeout)
+            share = None if left is None else left / untried
+            try:
+                return _DeadlineStream(super().connect_tcp(addresses[-untried], port, share, *options, **named))
+            except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                if untried == 1:
+                    raise
+        raise httpcore.ConnectError("the host has no address")
 
     def connect_unix_socket(self, path: str, timeout: float | None = None, *options: Any, **named: Any) -> Any:
         return _DeadlineStream(super().connect_unix_socket(path, _remaining(timeout), *options, **named))

@@ -30,6 +30,7 @@ class FeedService:
         receipt: set when the reader has confirmed the newest change.
         before: by path, called once before the next answer to it, without the lock.
         seconds_ahead: how far the service's clock is ahead of this machine's.
+        largest_cost: a question about more tokens is refused, as with a limit that is smaller.
         sends_date: whether answers have a date.
         expires_at: of all keys.
         refused_registrations: number of registrations that are refused first.
@@ -49,6 +50,7 @@ class FeedService:
         self.reports: dict[int, dict[str, Any]] = {}
         self.count = 1_000
         self.tokens: int | None = None
+        self.largest_cost: int | None = None
         self.staleness = 10
         self.seconds_ahead = 0.0
         self.sends_date = True
@@ -101,6 +103,8 @@ class FeedService:
         self.asked.append(body)
         key_id, cost = body["key"][11:27], body.get("cost", 1)
         problem = {"status": 401, "code": "key_revoked"}
+        if self.largest_cost is not None and cost > self.largest_cost:
+            return 400, {"code": "request_invalid", "errors": [{"pointer": "/cost"}]}
         if self.tokens is not None:
             if self.tokens < cost:
                 problem = {"status": 429, "code": "rate_limited"}

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -256,6 +256,26 @@ def test_call_with_the_defaults_outlives_a_restart_of_the_service(mode: str) -> 
     with scripted_server(*away, {"status": 201, "body": {"order_token": "ord_1"}}) as server:
         assert create_order(server.url, mode).status == 201
         assert len({request.headers["idempotency-key"] for request in server.received}) == 1
+
+
+@MODES
+def test_silent_address_leaves_time_for_the_next_one(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Guarantee: of a host with several addresses, one that drops every packet does not use up the deadline."""
+    resolve = socket.getaddrinfo
+
+    def resolve_both(host: Any, *arguments: Any, **named: Any) -> Any:
+        names = ("127.0.0.2", "127.0.0.1") if host == "localhost" else (host,)
+        return [found for name in names for found in resolve(name, *arguments, **named)]
+
+    with scripted_server(ALLOWED, host="localhost") as server, ExitStack() as stack:
+        silent = ("127.0.0.2", int(server.url.rpartition(":")[2]))
+        listener = stack.enter_context(socket.socket())
+        listener.bind(silent)
+        listener.listen(0)
+        # A full backlog drops what follows.
+        stack.enter_context(socket.create_connection(silent))
+        monkeypatch.setattr(socket, "getaddrinfo", resolve_both)
+        assert verify(server.url, mode, 4).allowed
 
 
 ODD: dict[str, bytes] = {

@@ -2,11 +2,14 @@
 
 import json
 import logging
+import os
 import pickle
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -162,6 +165,81 @@ def test_key_of_a_watched_source_is_acknowledged_before_it_is_used(
     assert sent(server) == [("/orders", OLD), ("/credentials/acknowledge", NEW), ("/orders", NEW)]
 
 
+def test_process_without_traffic_acknowledges_its_first_key_and_each_replacement(
+    connect: Connect, server: ScriptedServer, stored: ReplaceableKey
+) -> None:
+    """Guarantee: a process that only watches its key proves each key that its source has, and uses the newest one."""
+    client = connect(stored.source(watch_seconds=None))
+    server.begin({"status": 404, "body": {}}, {"status": 204, "text": ""}, YES)
+    assert [client.watch_key(), client.watch_key()] == [False, False]
+    stored.put(NEW)
+    assert client.watch_key() is True
+    client.request("GET", "/orders")
+    assert sent(server) == [("/credentials/acknowledge", OLD), ("/credentials/acknowledge", NEW), ("/orders", NEW)]
+
+
+@pytest.mark.parametrize("answer", [NO, {"status": 503, "text": ""}, {"fault": "cut"}])
+def test_first_key_of_a_process_without_traffic_is_acknowledged_until_the_service_accepts_it(
+    connect: Connect, server: ScriptedServer, stored: ReplaceableKey, answer: dict[str, Any]
+) -> None:
+    """Guarantee: neither a failed source nor a failed acknowledgement of the first key loses it."""
+    client = connect(stored.source(watch_seconds=None))
+    server.begin(answer, {"status": 204, "text": ""})
+    stored.put(None)
+    assert client.watch_key() is False
+    for text in ("nonsense", OLD, OLD, OLD):
+        stored.put(text)
+        assert client.watch_key() is False
+    assert sent(server) == [("/credentials/acknowledge", OLD)] * 2
+
+
+def test_key_that_a_call_has_read_is_not_replaced_by_an_older_one(
+    connect: Connect, server: ScriptedServer, stored: ReplaceableKey
+) -> None:
+    """Guarantee: the first key, whose acknowledgement takes long, does not displace a newer key of the source."""
+    client = connect(stored.source(watch_seconds=None))
+
+    def answer_after_a_call(connection: socket.socket, request: ReceivedRequest) -> None:
+        stored.put(NEW)
+        client.request("GET", "/orders")
+        connection.sendall(b"".join(render({"status": 404, "body": {}}, {})))
+
+    server.begin(answer_after_a_call, YES, YES)
+    assert client.watch_key() is False
+    client.request("GET", "/orders")
+    assert sent(server) == [("/credentials/acknowledge", OLD), ("/orders", NEW), ("/orders", NEW)]
+
+
+def test_process_that_is_forked_while_its_parent_reads_the_source_watches_its_key(server: ScriptedServer) -> None:
+    """Guarantee: a worker that a server forks takes up replacements, whatever the server was doing then."""
+    parent, reading, finish = os.getpid(), threading.Event(), threading.Event()
+
+    def read() -> str:
+        if os.getpid() == parent:
+            reading.set()
+            assert finish.wait(60)
+        return OLD
+
+    client = client_of(server, CallableKey(read))
+    server.begin({"status": 404, "body": {}}, {"status": 404, "body": {}})
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(client.watch_key)
+        try:
+            assert reading.wait(60)
+            child = os.fork()
+            if child == 0:
+                try:
+                    client.watch_key()
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+            assert sent(server) == [("/credentials/acknowledge", OLD)]
+        finally:
+            finish.set()
+        watching.result()
+    client.close()
+
+
 @pytest.mark.parametrize("answer", [NO, {"status": 503, "text": ""}, {"fault": "cut"}])
 def test_predecessor_stays_in_use_until_the_replacement_succeeds(
     connect: Connect, server: ScriptedServer, stored: ReplaceableKey, answer: dict[str, Any]
@@ -252,6 +330,28 @@ def test_vault_path_is_a_source(server: ScriptedServer, monkeypatch: pytest.Monk
     assert sent(server) == [("/orders", OLD)]
 
 
+def test_threads_that_read_a_vault_do_not_disturb_each_other() -> None:
+    """Guarantee: the end of one read closes no connection of another one."""
+    asked, answered = threading.Event(), threading.Event()
+    reply = b"".join(render({"status": 200, "body": {"data": {"data": {"secret": OLD}}}}, {}))
+
+    def answer_after_the_other(connection: socket.socket, request: ReceivedRequest) -> None:
+        asked.set()
+        assert answered.wait(60)
+        connection.sendall(reply)
+
+    with scripted_server(answer_after_the_other, lambda connection, _: connection.sendall(reply)) as vault:
+        source = VaultKey("secret/data/shop", address=vault.url, token=CallableKey(lambda: "s.token"))
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(source.read, 60)
+            try:
+                assert asked.wait(60)
+                assert source.read(60).reveal() == OLD
+            finally:
+                answered.set()
+            assert first.result().reveal() == OLD
+
+
 def test_no_key_in_texts_logs_tracebacks_and_pickles(
     server: ScriptedServer, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -300,6 +400,9 @@ FAILING: dict[str, Callable[[], object]] = {
     "sealed": lambda: open_sealed(PRIVATE, {}),
     "sealed with a key": lambda: open_sealed(OLD, {"enc": "", "ciphertext": ""}),
     "webhook": lambda: verify_webhook({}, b"", [SIGNING]),
+    "webhook's id": lambda: verify_webhook(
+        {"webhook-id": "\udcff", "webhook-timestamp": str(int(time.time())), "webhook-signature": "v1,"}, b"", [SIGNING]
+    ),
     "webhook's secret": lambda: verify_webhook({}, b"", [OLD]),
 }
 

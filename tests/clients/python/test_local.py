@@ -1,6 +1,7 @@
 """LocalVerifier authorizes only what the service would, and by no data older than a confirmed change."""
 
 import hmac
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,11 +10,16 @@ from functools import partial
 
 import anyio
 import pytest
-from keyvault_client import Decision, Question
+from keyvault_client import Decision, Identity, Question
+from keyvault_client.effects import HttpReply, SendRequest
+from keyvault_client.keystrings import as_plaintext
 from keyvault_client.local import AsyncLocalVerifier, LocalVerifier
-from keyvault_client.local.memory import LocalMemory
+from keyvault_client.local.memory import LocalMemory, LocalMiss, clock
+from keyvault_client.local.reader import LocalFeedReader
+from keyvault_client.transport import SyncRunner
+from keyvault_client.verifier import ServiceAddress
 
-from .feed_service import TOKEN, FeedService, feed_service, key_string
+from .feed_service import ENDPOINTS, TOKEN, FeedService, feed_service, key_string
 
 KEY = key_string(1)
 
@@ -58,6 +64,33 @@ def is_local(verifier: LocalVerifier, service: FeedService, asked: Question) -> 
 def warm(verifier: LocalVerifier, service: FeedService, key: str = KEY) -> None:
     """Ask until the key is decided from memory."""
     until(lambda: is_local(verifier, service, question(key)))
+
+
+def give_tokens(memory: LocalMemory) -> None:
+    """Add tokens of every endpoint. Tokens are valid for a second: these, in an hour."""
+    with memory._lock:
+        for endpoint in ENDPOINTS:
+            memory._leases.add(("acme", str(endpoint["name"])), 100, clock() + 3600)
+
+
+def known_memory(asked: Question | None = None) -> LocalMemory:
+    """Return a memory without a reader that decides a question, by default `question()`, for an hour."""
+    asked = question() if asked is None else asked
+    service, memory = FeedService(), LocalMemory("sandbox")
+    kind = "public" if as_plaintext(asked.key or "").reveal().startswith("kv_pub") else "private"
+    record = service.record(KEY[11:27]) | {"kind": kind}
+    version = memory.begin_rules()
+    assert version is not None
+    memory.end_rules(version, service._get_v1_snapshot({}, {})[1])
+    memory.set_current_until(clock() + 3600)
+    missed = memory.decide(asked)
+    assert isinstance(missed, LocalMiss)
+    names = ("key_id", "credential_id", "kind", "merchant_id", "environment")
+    memory.learn(missed, Decision(Identity(**{name: record[name] for name in names}), 200))
+    memory.end_fetch(memory.begin_fetch(1), [record])
+    give_tokens(memory)
+    assert isinstance(memory.decide(asked), Decision)
+    return memory
 
 
 def test_local_second_question_is_decided_from_memory(verifier: LocalVerifier, service: FeedService) -> None:
@@ -195,6 +228,20 @@ def test_local_reads_rules_again_after_a_change(verifier: LocalVerifier, service
         {"merchant": "globex"},
         {"cost": 2},
         {"key": f"{KEY},{KEY}"},
+        {"path": f"/merchants/orders?{'a' * 8192}"},
+        {"path": "/merchants/orders?\0"},
+        {"endpoint": "orders.create"},
+        {"method": None, "endpoint": "orders.create", "path": "/elsewhere"},
+        {"method": "POST", "path": None, "endpoint": "orders.create"},
+        {"client_ip": ""},
+        {"client_ip": "192.0.2.1:80"},
+        {"client_ip": "fe80::1%eth0"},
+        {"client_ip": "1" * 100},
+        {"user_agent": "a" * 8193},
+        {"user_agent": "shop\0"},
+        {"user_agent": "shop\ud800"},
+        {"merchant": ""},
+        {"store": "s" * 129},
     ],
 )
 def test_local_asks_what_only_the_service_may_decide(
@@ -202,6 +249,8 @@ def test_local_asks_what_only_the_service_may_decide(
 ) -> None:
     """Guarantee: the service decides, and records, every request that the memory cannot authorize."""
     warm(verifier, service)
+    give_tokens(verifier._logic.memory)
+    assert is_local(verifier, service, question())
     before = len(service.asked)
     verifier.verify(question(**{"key": KEY, **changes}))  # type: ignore[arg-type]  # a member of each type
     assert len(service.asked) == before + 1
@@ -244,6 +293,39 @@ def test_local_uses_no_more_tokens_than_it_has_leased(verifier: LocalVerifier, s
     assert any(body.get("cost", 1) > 1 for body in service.asked)
 
 
+def test_local_asks_again_without_a_batch_that_exceeds_a_lowered_limit(
+    verifier: LocalVerifier, service: FeedService
+) -> None:
+    """Guarantee: no request is refused because the verifier asked for more tokens than a limit has."""
+    warm(verifier, service)
+    service.largest_cost = 1
+    with service.lock:
+        service.asked.clear()
+
+    def has_asked_for_a_batch() -> bool:
+        assert verifier.verify(question()).allowed
+        return any(body.get("cost", 1) > 1 for body in service.asked)
+
+    until(has_asked_for_a_batch)
+
+
+@pytest.mark.parametrize("origin", ["o" * 501, "o\0", "\ud800"])
+def test_local_asks_about_an_origin_that_the_service_refuses(origin: str) -> None:
+    """Guarantee: the memory accepts an origin only if the service does."""
+    asked = Question(key=key_string(1, "pub"), endpoint="client.configuration", origin="https://shop.example")
+    memory = known_memory(asked)
+    asked.origin = origin
+    assert isinstance(memory.decide(asked), LocalMiss)
+
+
+def test_local_reports_an_address_in_the_form_that_the_service_records() -> None:
+    """Guarantee: a rotation sees one source, whether the memory or the service decided."""
+    memory = known_memory()
+    assert isinstance(memory.decide(question(client_ip="::FFFF:192.0.2.1")), Decision)
+    memory.begin_report()
+    assert [(row["source"], row["count"]) for row in memory.next_report().rows] == [("192.0.2.1", 2)]
+
+
 def test_local_async_face_decides_from_the_same_memory(served: tuple[FeedService, str]) -> None:
     service, url = served
 
@@ -266,3 +348,43 @@ def test_local_keeps_no_key_string(verifier: LocalVerifier, service: FeedService
     assert KEY[27:] not in repr([memory._key_ids, memory._held, memory._endpoints, vars(memory)])
     assert list(memory._key_ids) == [hmac.digest(memory._process_key, KEY.encode(), "sha256")]
     assert LocalMemory("sandbox")._process_key != memory._process_key
+
+
+def test_local_answer_of_the_feed_after_the_end_does_not_make_the_memory_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guarantee: a closed verifier never authorizes from memory again: nothing would report the use."""
+    memory, runner = known_memory(), SyncRunner()
+
+    def answer_after_the_end(request: SendRequest) -> HttpReply:
+        reader.close()
+        members = {"sequence": 1, "waited_seconds": 0, "staleness_seconds": 60, "changes": []}
+        return HttpReply(200, {}, json.dumps(members).encode())
+
+    monkeypatch.setattr(runner, "send", answer_after_the_end)
+    reader = LocalFeedReader(ServiceAddress("http://127.0.0.1:1", "sandbox", TOKEN), runner, memory)
+    reader._read(1)
+    assert not memory.is_current
+    assert isinstance(memory.decide(question()), LocalMiss)
+
+
+def test_local_use_that_the_last_report_would_miss_is_not_authorized() -> None:
+    """Guarantee: a decision that began before the end is in the last report, or is not made from memory."""
+    memory = known_memory()
+    free = memory._lock
+
+    class ClosesFirst:
+        """Closes the memory and takes the last report, just before the lock is taken."""
+
+        def __enter__(self) -> None:
+            memory._lock = free
+            memory.close()
+            memory.begin_report()
+            free.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            free.release()
+
+    memory._lock = ClosesFirst()  # type: ignore[assignment]  # what `with` needs
+    assert isinstance(memory.decide(question()), LocalMiss)
+    assert sum(row["count"] for row in memory.next_report().rows) == 1

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote
 
-from keyvault_client.decisions import MAX_USER_AGENT, Identity, Question
+from keyvault_client.decisions import MAX_USER_AGENT, Identity, Question, canonical_address
 
 IDENTITY = "keyvault.identity"
 """Name of the identity in a WSGI environ and an ASGI scope."""
@@ -115,13 +114,7 @@ def client_address(incoming: Incoming, trusted_proxies: int) -> str | None:
         text = text[1:].partition("]")[0]
     elif text.count(":") == 1:
         text = text.partition(":")[0]
-    try:
-        address = ip_address(text)
-    except ValueError:
-        return None
-    if getattr(address, "scope_id", None):
-        return None
-    return str(getattr(address, "ipv4_mapped", None) or address)
+    return canonical_address(text)
 
 
 def _bearer(authorization: str | None) -> str | None:

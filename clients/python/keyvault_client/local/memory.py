@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
@@ -25,7 +26,15 @@ from keyvault.access.rules import EndpointRequest, EndpointRule
 from keyvault.access.verification import find_exposed, judge_record
 from keyvault.domain.environments import Environment
 from keyvault.domain.keys import KeyKind, KeyRecord
-from keyvault_client.decisions import Decision, Identity, Question
+from keyvault_client.decisions import (
+    Decision,
+    Identity,
+    Question,
+    are_contexts_acceptable,
+    are_headers_acceptable,
+    canonical_address,
+    is_path_acceptable,
+)
 from keyvault_client.keystrings import as_plaintext
 from keyvault_client.local.leases import LeaseKey, LocalLeases
 from keyvault_client.local.records import Rules, parse_record
@@ -48,6 +57,9 @@ def clock() -> float:
     """Return a monotonic time, in seconds."""
     return time.clock_gettime(_CLOCK)
 
+
+# Parsing takes longer than a decision.
+_parse_address = lru_cache(maxsize=4096)(canonical_address)
 
 _CLOCK_TOLERANCE = 5.0
 """Maximum difference to the service's time that is not corrected, in seconds.
@@ -103,6 +115,7 @@ class LocalMemory:
         self._endpoints: dict[tuple[str, str], Endpoint] = {}
         self._leases = LocalLeases()
         self._current_until = 0.0
+        self._closed = False
         # Unix time minus `clock()`, in seconds.
         self._epoch = time.time() - clock()
         self._uses = LocalUses(self._unix_time())
@@ -118,6 +131,10 @@ class LocalMemory:
         """Authorize from memory and count the use, or return what the service must decide."""
         if question.key is None or question.customer_token is not None or question.cost not in {None, 1}:
             return LocalMiss(None)
+        client_ip = "" if question.client_ip is None else _parse_address(question.client_ip)
+        user_agent, origin = question.user_agent or "", question.origin or ""
+        if client_ip is None or not are_headers_acceptable(user_agent, origin):
+            return LocalMiss(None)
         text = as_plaintext(question.key).reveal().encode(errors="surrogatepass")
         digest = hmac.digest(self._process_key, text, "sha256")
         now = clock()
@@ -132,11 +149,12 @@ class LocalMemory:
         granted = _grant(held, rules, endpoint, question, at)
         if granted is None:
             return LocalMiss(digest)
-        user_agent, origin = question.user_agent or "", question.origin or ""
-        use = (held.record.key_id, endpoint.name, question.client_ip or "", user_agent, origin)
+        use = (held.record.key_id, endpoint.name, client_ip, user_agent, origin)
         with self._lock:
-            # The record or the rules may have changed before the lock was taken.
-            if self._held.get(held.record.key_id) is not held or self._rules is not rules or not self._uses.has_room:
+            # The record or the rules may have changed, or the memory been closed, before the lock was taken.
+            if self._held.get(held.record.key_id) is not held or self._rules is not rules:
+                return LocalMiss(digest)
+            if now >= self._current_until or not self._uses.has_room:
                 return LocalMiss(digest)
             if granted.lease is not None and not self._leases.take(granted.lease, now):
                 smallest = rules.smallest_count(held.record, endpoint)
@@ -166,8 +184,10 @@ class LocalMemory:
         return clock() + self._epoch
 
     def _find_endpoint(self, question: Question, rules: Rules) -> Endpoint | None:
-        """Return the endpoint, or None for an unknown one and for a URL that may contain a key."""
+        """Return the endpoint, or None for an unknown one, and for a URL that is not valid or may contain a key."""
         if question.endpoint is not None:
+            if question.method is not None or question.path is not None:
+                return None
             found = rules.catalog.find(question.endpoint)
             return found if isinstance(found, Endpoint) else None
         if question.method is None or question.path is None:
@@ -176,7 +196,7 @@ class LocalMemory:
         known = self._endpoints.get(line)
         if known is not None:
             return known
-        if find_exposed(question.path) is not None:
+        if not is_path_acceptable(question.path) or find_exposed(question.path) is not None:
             return None
         endpoint = rules.catalog.match(question.method, question.path, f"/{self._environment}")
         if not isinstance(endpoint, Endpoint):
@@ -221,8 +241,16 @@ class LocalMemory:
                 self._uses.shift(error)
 
     def set_current_until(self, until: float) -> None:
-        """Let the memory be used until a time of `clock()`."""
-        self._current_until = until
+        """Let the memory be used until a time of `clock()`, unless it is closed."""
+        with self._lock:
+            if not self._closed:
+                self._current_until = until
+
+    def close(self) -> None:
+        """Authorize nothing from now on. Every use that was authorized is in the next report."""
+        with self._lock:
+            self._closed = True
+            self._current_until = 0.0
 
     def forget(self) -> None:
         """Drop everything but the known key strings, and authorize nothing until the feed is current again."""
@@ -346,6 +374,8 @@ def _grant(held: _LocalKey, rules: Rules, endpoint: Endpoint, question: Question
         return granted
     # The service records private keys with an Origin as exposed.
     if has_origin and held.record.kind is KeyKind.PRIVATE:
+        return None
+    if not are_contexts_acceptable(question.merchant, question.store):
         return None
     identity = _decide(held.record, endpoint, question, datetime.fromtimestamp(at, UTC))
     if identity is None:

@@ -84,7 +84,7 @@ class LocalFeedReader:
 
     def close(self) -> None:
         """Report the last uses, and deregister."""
-        self._memory.set_current_until(0.0)
+        self._memory.close()
         self._stopped.set()
         self._woken.set()
         if self._started:

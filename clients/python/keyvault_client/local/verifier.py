@@ -29,8 +29,8 @@ class LocalLogic(VerifierLogic):
         if isinstance(found, Decision):
             return found
         decision = yield from super().verify(with_cost(question, found.cost))
-        if found.cost > 1 and decision.status == 429:
-            # There are fewer tokens, maybe enough for this request.
+        if found.cost > 1 and decision.status in {400, 429}:
+            # There are fewer tokens, or the limit was lowered below the batch. It may be enough for this request.
             found = replace(found, cost=1)
             decision = yield from super().verify(question)
         self.memory.learn(found, decision)
