@@ -179,7 +179,8 @@ class OperatorAdmin(ConsoleModelAdmin):
             P.OPERATORS_WRITE,
             _link_person,
             "The operator counts as the same person as another operator, so that neither approves what the other "
-            "requests. Do this before the operator gets a scope. This cannot be undone.",
+            "requests. Do this before the operator gets a scope. Its linked operators move with it. This cannot be "
+            "undone.",
             form=PersonForm,
             is_available=lambda operator: operator.is_active and operator.access_scope == NOWHERE,
             step_up=True,
