@@ -40,6 +40,7 @@ from keyvault.models import Operator, OperatorChange
 from keyvault.services.access_review import (
     OperatorAccess,
     RoleAccess,
+    SecondFactor,
     begin_review_export,
     format_csv,
     list_reviewed,
@@ -387,7 +388,7 @@ def _require_everywhere(request: HttpRequest) -> None:
 
 
 def _second_factor(access: OperatorAccess) -> SafeString:
-    return badge("yes", "good") if access.has_second_factor else badge("none", "wait")
+    return badge("none", "wait") if access.second_factor == SecondFactor.NO else badge(access.second_factor, "good")
 
 
 _ROLE_COLUMNS = ["role", "granted", "last used", "review"]
