@@ -4,6 +4,7 @@ import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
+from enum import StrEnum
 from io import StringIO
 from typing import Any
 
@@ -14,6 +15,7 @@ from keyvault.access.permissions import Permission
 from keyvault.access.roles import ROLE_PERMISSIONS, Role
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Operator
+from keyvault.services.operators.approving_persons import has_factor_at_provider
 from keyvault.services.operators.operators import list_operators
 from keyvault.services.operators.role_use import is_unused
 from keyvault.services.recording.transaction import recorded
@@ -43,12 +45,20 @@ class RoleAccess:
         return sorted(ROLE_PERMISSIONS[self.role])
 
 
+class SecondFactor(StrEnum):
+    """Where an operator has a second factor, as the export has it. `YES`: here."""
+
+    YES = "yes"
+    IDENTITY_PROVIDER = "identity_provider"
+    NO = "no"
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorAccess:
     """The permissions of an operator. A disabled operator has none, regardless of its roles."""
 
     operator: Operator
-    has_second_factor: bool
+    second_factor: SecondFactor
     roles: list[RoleAccess]
 
 
@@ -62,7 +72,10 @@ def review_access(operators: Iterable[Operator], now: datetime) -> list[Operator
     """Return the access of each of the operators of `list_reviewed`."""
     rows = list(operators)
     secured = list_with_second_factor(rows)
-    return [OperatorAccess(row, row.pk in secured, list(_list_roles(row, now))) for row in rows]
+    at_provider = Operator.objects.filter(has_factor_at_provider(), pk__in=[row.pk for row in rows])
+    factors = dict.fromkeys(at_provider.values_list("pk", flat=True), SecondFactor.IDENTITY_PROVIDER)
+    factors |= dict.fromkeys(secured, SecondFactor.YES)
+    return [OperatorAccess(row, factors.get(row.pk, SecondFactor.NO), list(_list_roles(row, now))) for row in rows]
 
 
 def iterate_access(now: datetime) -> Iterator[OperatorAccess]:
@@ -134,7 +147,7 @@ def _line(access: OperatorAccess, role: RoleAccess | None) -> AccessLine:
         environments=" ".join(sorted(operator.access_scope.environments)),
         created_at=format_timestamp(operator.date_joined),
         last_sign_in_at=format_timestamp(operator.last_login),
-        second_factor="yes" if access.has_second_factor else "no",
+        second_factor=access.second_factor,
         role=role.role if role else "",
         role_granted_at=format_timestamp(role.granted_at) if role else None,
         role_last_used_at=format_timestamp(role.last_used_at) if role else None,

@@ -34,6 +34,7 @@ from keyvault.services.approvals.four_eyes import approving_operator, record_app
 from keyvault.services.operators.approving_persons import has_two_approving_persons
 from keyvault.services.operators.operators import (
     create_operator,
+    lock_person,
     operator_row,
     require_active,
     require_another_person,
@@ -43,7 +44,7 @@ from keyvault.services.operators.operators import (
     set_scope,
 )
 from keyvault.services.recording.authorization import is_allowed, operator_principal
-from keyvault.services.recording.transaction import recorded
+from keyvault.services.recording.transaction import recorded, recorded_together
 from keyvault.services.sessions.second_factors import reset_second_factors
 
 APPROVAL_LIFETIME = timedelta(days=7)
@@ -55,9 +56,9 @@ K, S = OperatorChangeKind, OperatorChangeState
 
 
 def enroll_operator(
-    grant: Grant, *, username: str, roles: Iterable[Role], scope: AccessScope, person: str | None = None
+    grant: Grant, *, username: str, roles: Iterable[Role], scope: AccessScope, same_person_as: Operator | None = None
 ) -> Operator:
-    """Create an operator that then accepts an invitation. `person`: of an existing operator of the same human.
+    """Create an operator that then accepts an invitation. `same_person_as`: an existing operator of the same human.
 
     Raises the errors of `create_operator`. With a Vault also StateConflictError for a role of FOUR_EYES_ROLES, which a
     second person approves once the operator exists.
@@ -70,7 +71,9 @@ def enroll_operator(
             f"it in the console (Operators, Change roles), or run: manage.py set_operator_roles {username} --role ROLE "
             "--requested-by NAME --approved-by NAME --reason WHY"
         )
-    return create_operator(grant, username=username, roles=chosen, scope=scope, password=None, person=person)
+    with recorded_together():
+        person = None if same_person_as is None else lock_person(same_person_as)
+        return create_operator(grant, username=username, roles=chosen, scope=scope, password=None, person=person)
 
 
 def change_roles(grant: Grant, operator: Operator, roles: Iterable[Role], why: str) -> OperatorChange | None:

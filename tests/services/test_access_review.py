@@ -3,9 +3,12 @@
 import csv
 import io
 from datetime import timedelta
+from unittest import mock
 
 import pytest
+from allauth.socialaccount.models import SocialAccount
 from django.contrib.auth.models import Group
+from pytest_django import Settings
 
 from keyvault.access.permissions import Permission as P
 from keyvault.access.principals import HOST
@@ -47,6 +50,24 @@ def test_access_review_lists_every_operator_and_role(monkeypatch: pytest.MonkeyP
     assert {line["username"] for line in lines if line["role_last_used_at"]} == {"tam"}
     assert set(lines[0]["permissions"].split()) == ROLE_PERMISSIONS[Role.APPROVER]
     assert {line["username"] for line in lines if line["second_factor"] == "yes"} == {"zoe"}
+
+
+@pytest.mark.parametrize(("factors", "shown"), [(["mfa"], "identity_provider"), ([], "no")])
+def test_access_review_names_a_second_factor_at_the_identity_provider(
+    settings: Settings, factors: list[str], shown: str
+) -> None:
+    """Guarantee: an operator counts as secured by the provider only after a sign-in that the provider secured."""
+    settings.IDENTITY_PROVIDER = mock.Mock(second_factors=factors)
+    for name in ("both", "new", "signed-on", "local"):
+        make_operator(name)
+    prepare_sign_in(grant(HOST, P.OPERATORS_ENROLL), Operator.objects.get(username="both"))
+    with collect_subjects():
+        for name in ("both", "new", "signed-on"):
+            SocialAccount(user=Operator.objects.get(username=name), provider="https://id.example", uid=name).save()
+        for name in ("both", "signed-on", "local"):
+            Operator.objects.get(username=name).compare_and_swap(last_login=now())
+    expected = {"both": "yes", "new": "no", "signed-on": shown, "local": "no"}
+    assert {line["username"]: line["second_factor"] for line in export_lines(now())} == expected
 
 
 def test_access_review_says_on_which_accounts() -> None:

@@ -91,8 +91,8 @@ An exact field finds the first rows in the order of the list, a prefix any rows.
 """
 
 _CUT_NOTE = (
-    f"A word of the search matches more than {_MAX_FOUND:,} rows, so some rows are missing. Search for the id of one "
-    "row, or for a longer beginning of the label."
+    f"A word of the search matches more than {_MAX_FOUND:,} rows, so some rows are missing. "
+    "Search for the id of one row"
 )
 
 
@@ -356,7 +356,8 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
                 ids.update(found[:_MAX_FOUND])
             queryset = queryset.filter(pk__in=ids)
         if is_cut:
-            messages.info(request, _CUT_NOTE)
+            has_prefix = any(name.startswith("^") for name in self.search_fields)
+            messages.info(request, f"{_CUT_NOTE}{', or for a longer beginning of the label' if has_prefix else ''}.")
         return queryset, False
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:

@@ -122,7 +122,7 @@ class CredentialAdmin(ConsoleModelAdmin):
         return super().get_queryset(request).select_related("account__merchant")
 
     def rows_shown(self, request: HttpRequest, rows: QuerySet[Any]) -> QuerySet[Any]:
-        return super().rows_shown(request, rows).prefetch_related("keys")
+        return super().rows_shown(request, rows).prefetch_related(Prefetch("keys", _list_living_keys()))
 
     def find_row(self, request: HttpRequest, object_id: str) -> Any:
         """Load the credential with its usable and suspended keys and the newest others. Raises NotFoundError."""
@@ -137,8 +137,9 @@ class CredentialAdmin(ConsoleModelAdmin):
         return credential.label or credential.credential_id
 
     @admin.display(description="keys")
-    def key_states(self, credential: Credential) -> SafeString | str:
-        return format_html_join(" ", "{}", ((badge(key.state),) for key in credential.keys.all())) or NOTHING
+    def key_states(self, credential: Credential) -> SafeString:
+        """Show the state of each key that has not ended. Those that have ended are many after years of rotations."""
+        return format_html_join(" ", "{}", ((badge(key.state),) for key in credential.keys.all())) or badge("ended")
 
     created = moment_column("created", "created_at")
 
@@ -192,8 +193,7 @@ class CredentialAdmin(ConsoleModelAdmin):
         rows = list(_read_newest(accounts))
         found = {account.pk: [row for row in rows if row.account_id == account.pk] for account in accounts}
         shown = [row for each in found.values() for row in each]
-        living = Key.objects.select_related("use").exclude(state__in=DEAD_STATES).order_by("-created_at")
-        prefetch_related_objects(shown, Prefetch("keys", living))
+        prefetch_related_objects(shown, Prefetch("keys", _list_living_keys().select_related("use")))
         lines = sparklines_of({row.pk: [key.key_id for key in row.keys.all()] for row in shown})
         dates: dict[str, KeyDates] = {}
         for other in self.other_admins():
@@ -215,6 +215,12 @@ class CredentialAdmin(ConsoleModelAdmin):
             return ""
         url = self.list_url(f"?q={account.merchant_id}&account_environment__exact={account.environment}")
         return link(url, f"All {format_bounded(rows[0].listed_of, _MAX_COUNTED)}")
+
+
+def _list_living_keys() -> QuerySet[Key]:
+    """Return the keys that have not ended, newest first."""
+    rows: QuerySet[Key] = Key.objects.exclude(state__in=DEAD_STATES).order_by("-created_at")
+    return rows
 
 
 def _read_newest(accounts: Sequence[Account]) -> Iterable[Any]:

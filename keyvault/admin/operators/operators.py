@@ -40,6 +40,7 @@ from keyvault.models import Operator, OperatorChange
 from keyvault.services.access_review import (
     OperatorAccess,
     RoleAccess,
+    SecondFactor,
     begin_review_export,
     format_csv,
     list_reviewed,
@@ -188,7 +189,8 @@ class OperatorAdmin(ConsoleModelAdmin):
             P.OPERATORS_WRITE,
             _link_person,
             "The operator counts as the same person as another operator, so that neither approves what the other "
-            "requests. Do this before the operator gets a scope. This cannot be undone.",
+            "requests. Do this before the operator gets a scope. Its linked operators move with it. This cannot be "
+            "undone.",
             form=PersonForm,
             is_available=lambda operator: operator.is_active and operator.access_scope == NOWHERE,
             step_up=True,
@@ -395,7 +397,7 @@ def _require_everywhere(request: HttpRequest) -> None:
 
 
 def _second_factor(access: OperatorAccess) -> SafeString:
-    return badge("yes", "good") if access.has_second_factor else badge("none", "wait")
+    return badge("none", "wait") if access.second_factor == SecondFactor.NO else badge(access.second_factor, "good")
 
 
 _ROLE_COLUMNS = ["role", "granted", "last used", "review"]

@@ -48,8 +48,8 @@ from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Account, Notice
 from keyvault.services.approvals.inbox import (
+    INBOX_ORDER,
     find_name,
-    list_notices,
     list_unseen,
     mark_all_seen,
     mark_seen,
@@ -124,12 +124,10 @@ class NoticeAdmin(ConsoleModelAdmin):
     list_filter = (ALARM_FILTER, "account_environment", KIND_FILTER)
     search_fields = ("=subject", "=notice_id", "=account__merchant__merchant_id")
     sortable_by = ()
+    ordering = INBOX_ORDER
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return self._in_scope(request, list_notices()).select_related("account__merchant", "seen_by")
-
-    def _in_scope(self, request: HttpRequest, notices: QuerySet[Notice]) -> QuerySet[Notice]:
-        return with_label(self.rows_in_scope(notices, operator_of(request).scope))
+        return with_label(super().get_queryset(request)).select_related("account__merchant", "seen_by")
 
     @admin.display(description="what happened")
     def what(self, notice: Notice) -> str:
@@ -165,7 +163,8 @@ class NoticeAdmin(ConsoleModelAdmin):
         return []
 
     def attention_items(self, request: HttpRequest) -> Iterable[Attention]:
-        unseen = self._in_scope(request, list_unseen()).select_related("account__merchant").order_by("-created_at")
+        in_scope = with_label(self.rows_in_scope(list_unseen(), operator_of(request).scope))
+        unseen = in_scope.select_related("account__merchant").order_by("-created_at")
         yield self.attention("Unseen alarms", unseen, "?what=unseen", "alarm", one="Alarm", button="Open alarm")
 
     def line_of(self, row: Notice) -> Line:

@@ -80,5 +80,5 @@ class Command(UsernameMixin):
             username=options["username"],
             roles=[Role(role) for role in options["role"]],
             scope=read_operator_scope(options) if has_operator_scope(options) else EVERYWHERE,
-            person=get_operator(same).person if same else None,
+            same_person_as=get_operator(same) if same else None,
         )

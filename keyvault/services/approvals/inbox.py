@@ -23,6 +23,8 @@ from keyvault.services.recording.transaction import recorded
 MAX_MARKED = 500
 """Maximum alarms that one action marks as seen."""
 
+INBOX_ORDER = (IS_UNSEEN.desc(), "-created_at", "-pk")
+"""Order of notices: unseen alarms first, then the newest."""
 
 _NAMED_BY = {
     NoticeKind.WEBHOOK_FAILED: "host",
@@ -48,12 +50,6 @@ def find_name(notice: Notice) -> str:
     if not known:
         return ""
     return f"{known}, key …{notice.subject[-KEY_TAIL:]}" if is_key_id(notice.subject) else str(known)
-
-
-def list_notices() -> QuerySet[Notice]:
-    """Return all notices: unseen alarms first, then the newest."""
-    rows: QuerySet[Notice] = Notice.objects.all()
-    return rows.order_by(IS_UNSEEN.desc(), "-created_at", "-pk")
 
 
 def list_unseen() -> QuerySet[Notice]:

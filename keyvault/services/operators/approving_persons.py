@@ -37,6 +37,18 @@ def list_second_factor_rows() -> QuerySet[Authenticator]:
     return rows
 
 
+def has_factor_at_provider() -> Q:
+    """Return the condition that an operator of the identity provider has signed in, with a second factor.
+
+    Without its own second factor here, only one at the provider completes a sign-in. No operator meets the condition
+    unless the provider may prove second factors.
+    """
+    provider = settings.IDENTITY_PROVIDER
+    if provider is None or not provider.second_factors:
+        return Q(pk__in=[])
+    return Q(last_login__isnull=False, socialaccount__isnull=False)
+
+
 def list_unreviewed_changes() -> QuerySet[OperatorChange]:
     """Return the changes after which their operators neither approve nor review yet.
 
@@ -95,11 +107,7 @@ def _holders() -> QuerySet[Operator]:
 
 def _has_factor() -> Q:
     """Return the condition that an operator has a second factor here, or has proved one at the identity provider."""
-    has_own = Q(Exists(list_second_factor_rows().filter(user=OuterRef("pk"))))
-    provider = settings.IDENTITY_PROVIDER
-    if provider is None or not provider.second_factors:
-        return has_own
-    return has_own | Q(last_login__isnull=False, socialaccount__isnull=False)
+    return Q(Exists(list_second_factor_rows().filter(user=OuterRef("pk")))) | has_factor_at_provider()
 
 
 def _list_held(holders: QuerySet[Operator]) -> _Held:

@@ -27,7 +27,7 @@ from keyvault.models import ConsoleSession, Merchant, Operator
 from keyvault.services.operators.approving_persons import require_approvers_remain
 from keyvault.services.operators.role_use import replace_role_uses
 from keyvault.services.recording.authorization import operator_principal
-from keyvault.services.recording.transaction import Record, recorded
+from keyvault.services.recording.transaction import Record, recorded, recorded_together
 
 MAX_SCOPE_MERCHANTS = 100
 """Maximum merchants that an operator's scope names; each list of the console is filtered by their accounts."""
@@ -128,25 +128,42 @@ def set_scope(grant: Grant, operator: Operator, scope: AccessScope, why: str = "
 
 
 def link_person(grant: Grant, operator: Operator, other: Operator) -> None:
-    """State that an operator belongs to the person of another operator. Its sessions end.
+    """State that an operator, and each operator of its person, belongs to the person of another operator.
 
-    Raises StateConflictError for a disabled operator, the operator's own person, and for an operator that already had a
-    scope: what it requested or approved stays under its own person.
+    The sessions of all of them end. Nothing happens if both have the same person already.
+
+    Raises StateConflictError for a disabled operator, the operator's own person, and if an operator of its person
+    already had a scope: what that one requested or approved stays under its own person.
     """
     require_active(operator)
     require_another_person(grant, operator)
-    if operator.access_scope != NOWHERE:
-        raise StateConflictError(
-            f"Operator {operator.username} has had access as a person of its own. Disable one of the two operators."
-        )
-    with recorded(
-        grant,
-        Permission.OPERATORS_WRITE,
-        "operator.person_linked",
-        username=operator.username,
-        same_person_as=other.username,
-    ) as record:
-        swap_operator(record, operator, person=other.person)
+    if operator.person == other.person:
+        return
+    with recorded_together():
+        person = lock_person(other)
+        moved = [operator, *Operator.objects.filter(person=operator.person).exclude(pk=operator.pk).order_by("pk")]
+        for row in moved:
+            if row.access_scope != NOWHERE:
+                raise StateConflictError(
+                    f"Operator {row.username} has had access as a person of its own. If {other.username} has had no "
+                    f"access, link {other.username} to {row.username} instead. Otherwise disable all operators of one "
+                    "of the two persons."
+                )
+            details: dict[str, JsonValue] = {"username": row.username, "same_person_as": other.username}
+            with recorded(
+                grant, Permission.OPERATORS_WRITE, "operator.person_linked", account=None, **details
+            ) as record:
+                swap_operator(record, row, person=person)
+
+
+def lock_person(operator: Operator) -> str:
+    """Return the person of an operator, which no concurrent `link_person` changes before the transaction ends.
+
+    Locks all operators in one order. Otherwise two links of one chain could miss the operator that the other one moves.
+    """
+    list(Operator.objects.select_for_update(no_key=True).order_by("pk").values_list("pk"))
+    person: str = Operator.objects.values_list("person", flat=True).get(pk=operator.pk)
+    return person
 
 
 def end_operator_sessions(grant: Grant, operator: Operator) -> None:

@@ -1,5 +1,6 @@
 """Where a credential may be used from, and exposed keys, in the console."""
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -9,10 +10,11 @@ from keyvault.access.permissions import Permission
 from keyvault.access.principals import WORKER
 from keyvault.admin.framework.charts import LineChart
 from keyvault.admin.keys.traffic import day_card, day_traffic, sparklines_of
-from keyvault.domain.keys import KeyKind
+from keyvault.domain.keys import DEAD_STATES, KeyKind
+from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Key, KeyUse, UseBucket, UseContext
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
-from keyvault.services.keys.lifecycle import activate_key, stage_key
+from keyvault.services.keys.lifecycle import activate_key, discard_key, revoke_key, stage_key
 from keyvault.services.keys.records import find_key_record
 from tests.admin.desk import Desk, address, browser, hidden, text_of
 from tests.factories import grant, issue, now
@@ -129,6 +131,25 @@ def test_exposure_filter_lists_the_keys_of_the_last_days(desk: Desk) -> None:
     text = text_of(browser(desk.auditor).get("/admin/keyvault/key/", {"exposed": "lately"}))
     assert exposed.pk in text
     assert other.pk not in text
+
+
+def test_list_of_credentials_shows_the_keys_that_have_not_ended(desk: Desk) -> None:
+    """Guarantee: a row of the list stays short after years of rotations, and still says that no key is left."""
+    key, _ = issue(desk.sandbox)
+    by_worker = grant(WORKER, Permission.ROTATIONS_ADVANCE, desk.sandbox)
+    for _ in range(3):
+        discard_key(by_worker, stage_key(by_worker, key.credential, expires_in_days=None)[0])
+    stage_key(by_worker, key.credential, expires_in_days=None)
+    client, listed = browser(desk.auditor), address("keyvault_credential_changelist")
+
+    def list_states() -> list[str]:
+        (row,) = re.findall(r'<td class="field-key_states">(.*?)</td>', text_of(client.get(listed)), re.DOTALL)
+        return re.findall(r">([a-z ]+)</span>", row)
+
+    assert list_states() == ["pre activation", "active"]
+    for left in key.credential.keys.exclude(state__in=DEAD_STATES):
+        revoke_key(grant(desk.responder, Permission.KEYS_REVOKE, desk.sandbox), left, RevocationReason.SUPERSEDED)
+    assert list_states() == ["ended"]
 
 
 def test_credential_in_rotation_is_listed_with_the_uses_of_both_keys(desk: Desk) -> None:

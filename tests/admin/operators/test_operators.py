@@ -4,15 +4,20 @@ import csv
 import io
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
+from allauth.mfa.models import Authenticator
+from allauth.socialaccount.models import SocialAccount
+from pytest_django import Settings
 
 from keyvault.access.roles import Role
 from keyvault.access.scopes import EVERYWHERE, NOWHERE, AccessScope
 from keyvault.models import AuditEntry, Operator, OperatorChange, OperatorChangeState, RoleUse
+from keyvault.models.recording import collect_subjects
 from keyvault.services.sessions.role_uses import role_uses
 from tests.admin.desk import Desk, address, browser, hidden, text_of
-from tests.factories import SANDBOX, make_merchant, make_operator
+from tests.factories import SANDBOX, make_merchant, make_operator, now
 
 pytestmark = pytest.mark.django_db
 
@@ -221,6 +226,19 @@ def test_access_review_lists_roles_with_their_use(desk: Desk) -> None:
     role_uses.flush()
     used = RoleUse.objects.filter(last_used_at__isnull=False).values_list("operator__username", "role")
     assert list(used) == [("auditor", "auditor")]
+
+
+def test_access_review_shows_a_second_factor_at_the_identity_provider(desk: Desk, settings: Settings) -> None:
+    """On the review and on the page of the operator."""
+    settings.IDENTITY_PROVIDER = mock.Mock(second_factors=["mfa"])
+    row = row_of("tam")
+    with collect_subjects():
+        Authenticator.objects.filter(user=row).delete()
+        SocialAccount(user=row, provider="https://id.example", uid="1").save()
+        row.compare_and_swap(last_login=now())
+    client = browser(desk.admin)
+    for page in (address("keyvault_operator_review"), address("keyvault_operator_change", row.pk)):
+        assert ">identity provider</span>" in text_of(client.get(page))
 
 
 def test_access_review_is_for_operators_of_the_whole_installation(desk: Desk) -> None:

@@ -7,6 +7,7 @@ import pytest
 from django.urls import NoReverseMatch
 
 from keyvault.access.permissions import Permission as P
+from keyvault.admin.framework import model_admin
 from keyvault.admin.oversight import inbox as page_of
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Notice
@@ -34,6 +35,18 @@ def test_inbox_lists_alarms_first(desk: Desk) -> None:
     assert text.index('<a href="/admin/keyvault/notice/') > 0
     rows = re.findall(r"badge badge-(unseen|seen|notice) ", text)
     assert rows == ["unseen", "notice"]
+
+
+def test_inbox_search_that_is_cut_finds_unseen_alarms_then_the_newest(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: a merchant with many notices hides none of its unseen alarms from the search."""
+    monkeypatch.setattr(model_admin, "_MAX_FOUND", 2)
+    alarm = create_notice(desk)
+    *_, newest = [create_notice(desk, NOTIFICATION, "k" * 16) for _ in range(3)]
+    listed = browser(desk.auditor).get(LIST, {"q": "acme"})
+    assert [notice.pk for notice in listed.context["cl"].result_list] == [alarm.pk, newest.pk]
+    assert "Search for the id of one row." in text_of(listed)
 
 
 @pytest.mark.parametrize(("what", "count"), [("unseen", 1), ("alarms", 1), (None, 2)])

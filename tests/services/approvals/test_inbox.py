@@ -11,7 +11,7 @@ from keyvault.domain.errors import PermissionMissingError, StateConflictError
 from keyvault.domain.notifications import NoticeKind
 from keyvault.models import Account, AuditEntry, Notice, Operator
 from keyvault.services.approvals import inbox
-from keyvault.services.approvals.inbox import list_notices, list_unseen, mark_all_seen, mark_seen
+from keyvault.services.approvals.inbox import INBOX_ORDER, list_unseen, mark_all_seen, mark_seen
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
 from tests.factories import grant, now
@@ -45,7 +45,7 @@ def test_inbox_shows_unseen_alarms_first_then_the_newest(scene: Scene) -> None:
         for number, kind in enumerate((ALARM, INFO, ALARM, ALARM))
     )
     mark_seen(grant(scene.approver, P.NOTICES_MARK, scene.sandbox), seen)
-    assert [notice.pk for notice in list_notices()] == [new.pk, old.pk, seen.pk, info.pk]
+    assert [notice.pk for notice in Notice.objects.order_by(*INBOX_ORDER)] == [new.pk, old.pk, seen.pk, info.pk]
     assert [notice.pk for notice in list_unseen()] == [old.pk, new.pk]
     assert list_unseen().count() == 2
 

@@ -16,6 +16,7 @@ from keyvault.domain.errors import NotFoundError, PermissionMissingError, Reques
 from keyvault.domain.plaintext import Plaintext
 from keyvault.models import AuditEntry, Operator
 from keyvault.models.recording import collect_subjects
+from keyvault.services.operator_changes import enroll_operator
 from keyvault.services.operators.operators import (
     MAX_SCOPE_MERCHANTS,
     create_operator,
@@ -159,6 +160,104 @@ def test_operator_is_linked_to_a_person_before_it_has_a_scope_only(db: None) -> 
         new.compare_and_swap(person=other.person)
     with collect_subjects(), pytest.raises(IntegrityError, match="once it has a scope"), transaction.atomic():
         Operator.objects.get(username="new").compare_and_swap(scope_merchants=[])
+
+
+def _link(username: str, other: str) -> None:
+    one, two = (Operator.objects.get(username=name) for name in (username, other))
+    link_person(grant(HOST, P.OPERATORS_WRITE), one, two)
+
+
+def _make_new(*usernames: str) -> None:
+    for username in usernames:
+        make_operator(username, Role.APPROVER, scope=NOWHERE)
+
+
+def _list_persons() -> set[str]:
+    return set(Operator.objects.values_list("person", flat=True))
+
+
+@pytest.mark.database
+def test_operator_is_linked_with_the_operators_of_its_person(db: None) -> None:
+    """Guarantee: one human with several linked operators is one person, in whatever order they were linked."""
+    _make_new("first", "second", "third")
+    disable_operator(grant(HOST, P.OPERATORS_WRITE), Operator.objects.get(username="third"))
+    jane = make_operator("jane", Role.KEY_ADMINISTRATOR)
+    before = Operator.objects.get(username="first").get_session_auth_hash()
+    _link("first", "second")
+    with pytest.raises(StateConflictError, match="is disabled"):
+        _link("third", "second")
+    _link("second", "jane")
+    moved = Operator.objects.filter(username__in=["first", "second"])
+    assert {row.person for row in moved} == {jane.person}
+    assert Operator.objects.get(username="first").get_session_auth_hash() != before
+    linked = AuditEntry.objects.filter(event="operator.person_linked").order_by("sequence")
+    details = [json.loads(bytes(entry.body))["details"] for entry in linked]
+    assert [(each["username"], each["same_person_as"]) for each in details] == [
+        ("first", "second"),
+        ("second", "jane"),
+        ("first", "jane"),
+    ]
+    _link("first", "jane")
+    assert linked.count() == 3
+
+
+@pytest.mark.database
+def test_operator_is_not_linked_away_from_one_with_a_scope(db: None) -> None:
+    """Guarantee: an operator that may act never becomes another person than one that was linked to it."""
+    _make_new("first", "second", "other")
+    make_operator("jane", Role.KEY_ADMINISTRATOR)
+    second = Operator.objects.get(username="second")
+    enroll_operator(
+        grant(HOST, P.OPERATORS_ENROLL), username="third", roles=[], scope=EVERYWHERE, same_person_as=second
+    )
+    for other in ("jane", "other"):
+        with pytest.raises(StateConflictError, match="Operator third has had access as a person of its own"):
+            _link("second", other)
+    assert not AuditEntry.objects.filter(event="operator.person_linked").exists()
+    _link("other", "third")
+    _link("first", "second")
+    assert len(_list_persons()) == 2
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    "links", [(("a", "b"), ("b", "jane")), (("b", "jane"), ("a", "b")), (("b", "a"), ("a", "jane"))]
+)
+def test_operators_linked_concurrently_are_one_person(links: tuple[tuple[str, str], tuple[str, str]]) -> None:
+    """Guarantee: no link misses an operator that a concurrent one moves."""
+    _make_new("a", "b")
+    make_operator("jane", Role.KEY_ADMINISTRATOR)
+    with held_open(partial(_link, *links[0])):
+        slower = start(partial(_link, *links[1]))
+        wait_until_blocked(slower)
+    slower.result(TIMEOUT_SECONDS)
+    assert len(_list_persons()) == 1
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_operator_invited_while_its_person_is_linked_is_the_same_person() -> None:
+    _make_new("b")
+    jane, b = make_operator("jane", Role.KEY_ADMINISTRATOR), Operator.objects.get(username="b")
+    allowed = grant(HOST, P.OPERATORS_ENROLL)
+    with held_open(partial(_link, "b", "jane")):
+        slower = start(partial(enroll_operator, allowed, username="a", roles=[], scope=EVERYWHERE, same_person_as=b))
+        wait_until_blocked(slower)
+    assert slower.result(TIMEOUT_SECONDS).person == jane.person
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_operator_linked_while_another_one_is_invited_to_its_person_is_refused() -> None:
+    _make_new("b")
+    make_operator("jane", Role.KEY_ADMINISTRATOR)
+    b, allowed = Operator.objects.get(username="b"), grant(HOST, P.OPERATORS_ENROLL)
+    with held_open(partial(enroll_operator, allowed, username="a", roles=[], scope=EVERYWHERE, same_person_as=b)):
+        slower = start(partial(_link, "b", "jane"))
+        wait_until_blocked(slower)
+    with pytest.raises(StateConflictError, match="Operator a has had access"):
+        slower.result(TIMEOUT_SECONDS)
 
 
 def test_operator_scope_is_replaced_audited_and_ends_sessions(db: None) -> None:
