@@ -135,7 +135,8 @@ RULES = (
     RetentionRule(KeySource, "with the last minute in which the source was seen"),
     RetentionRule(
         UsageReporter,
-        "7 days after the process ended; the row of the last lost process of each environment permanently",
+        "7 days after the process ended; the row of the last lost process of each environment and set of merchants "
+        "permanently",
     ),
     RetentionRule(
         Change,
