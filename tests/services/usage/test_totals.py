@@ -65,7 +65,12 @@ def test_slots_that_ended_are_added_up_once(key: Key, monkeypatch: pytest.Monkey
     """Guarantee: slots are not read again each minute, with or without uses."""
     monkeypatch.setattr(totals, "_MAX_LIVE", -1)
     read: list[datetime] = []
-    monkeypatch.setattr(totals, "_add_up", lambda slot: read.append(slot) or Counter())
+
+    def add_up(slot: datetime) -> Counter[tuple[str, str]]:
+        read.append(slot)
+        return Counter()
+
+    monkeypatch.setattr(totals, "_add_up", add_up)
     for number in range(31):
         write_totals(NOON + number * MINUTE)
     assert read == [NOON - 2 * SLOT, NOON - SLOT, NOON]

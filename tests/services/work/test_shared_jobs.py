@@ -4,7 +4,6 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
-
 from django.utils.module_loading import import_string
 
 from keyvault.backends import meters
