@@ -78,9 +78,8 @@ def forget_expired_rows(environment: str = "") -> bool:
 
 
 @shared_task(name="keyvault.tasks.total_usage")
-def total_usage(environment: str = "") -> None:
-    if shared_jobs.begin("total_usage", environment):
-        totals.total_due(datetime.now(UTC))
+def total_usage(environment: str = "") -> bool:
+    return shared_jobs.run("total_usage", environment, lambda: totals.total_due(datetime.now(UTC)))
 
 
 @shared_task(name="keyvault.tasks.watch_backend")

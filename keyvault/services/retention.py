@@ -135,7 +135,8 @@ RULES = (
     RetentionRule(KeySource, "with the last minute in which the source was seen"),
     RetentionRule(
         UsageReporter,
-        "7 days after the process ended; the row of the last lost process of each environment permanently",
+        "7 days after the process ended; the row of the last lost process of each environment and set of merchants "
+        "permanently",
     ),
     RetentionRule(
         Change,
@@ -144,7 +145,12 @@ RULES = (
         follower.forget_old_changes,
     ),
     RetentionRule(FeedReader, "1 hour after its last read", forget=readers.forget_old_readers),
-    RetentionRule(Confirmation, _days(follower.CONFIRMATIONS_KEPT_FOR), forget=follower.forget_old),
+    RetentionRule(
+        Confirmation,
+        f"{_days(follower.CONFIRMATIONS_KEPT_FOR)}; of a verifier that stopped, {_days(follower.GONE_KEPT_FOR)} after "
+        "its last confirmation",
+        forget=follower.forget_old,
+    ),
     RetentionRule(Verifier, f"{_days(follower.GONE_KEPT_FOR)} after its last confirmation"),
     RetentionRule(Authenticator, "until its operator or a reset removes it"),
     RetentionRule(

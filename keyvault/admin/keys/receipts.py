@@ -87,7 +87,10 @@ def _row(receipt: Receipt, verifier: VerifierReceipt) -> list[Any]:
         mono(verifier.verifier_id),
         verifier.entry_point,
         badge(verifier.progress),
-        _format_milliseconds(verifier.confirmed_at),
+        _format_milliseconds(
+            verifier.confirmed_at,
+            missing="no longer kept" if verifier.progress is VerifierProgress.CONFIRMED else "not yet",
+        ),
         _after(receipt, verifier),
         _format_milliseconds(verifier.seen_at),
     ]
@@ -102,8 +105,8 @@ def _after(receipt: Receipt, verifier: VerifierReceipt) -> SafeString | str:
     return f"{seconds * 1000:,.0f} ms"
 
 
-def _format_milliseconds(at: datetime | None) -> SafeString:
+def _format_milliseconds(at: datetime | None, missing: str = "not yet") -> SafeString:
     if at is None:
-        return format_html('<span class="quiet">{}</span>', "not yet")
+        return format_html('<span class="quiet">{}</span>', missing)
     text = f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03}"
     return format_html('<time datetime="{}" title="{} UTC">{}</time>', format_timestamp(at), text, text)

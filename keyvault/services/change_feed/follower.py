@@ -397,7 +397,8 @@ def forget_old(now: datetime) -> int:
     """
     deleted = delete_batch(Confirmation.objects.filter(at__lt=now - CONFIRMATIONS_KEPT_FOR).order_by("at"))
     gone = Verifier.objects.filter(seen_at__lt=now - GONE_KEPT_FOR)
-    deleted += delete_batch(Confirmation.objects.filter(verifier__in=gone).order_by("verifier", "sequence"))
+    # The last ones first: receipts show the time of the first one that is kept.
+    deleted += delete_batch(Confirmation.objects.filter(verifier__in=gone).order_by("-verifier", "-sequence"))
     return deleted + delete_batch(
         gone.filter(~Exists(Confirmation.objects.filter(verifier=OuterRef("pk")))).order_by("pk")
     )

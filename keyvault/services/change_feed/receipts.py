@@ -31,6 +31,7 @@ from django.db.models.functions import Now
 
 from keyvault.domain.ids import Subject
 from keyvault.models import Account, Change, Confirmation, Verifier
+from keyvault.services.change_feed.follower import CONFIRMATIONS_KEPT_FOR
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,9 @@ MAX_SEQUENCE = 2**63 - 1
 
 _LISTED_WITHIN = timedelta(hours=1)
 """An expired verifier is listed only if it reported after the change, or at most this long before."""
+
+_TIMES_SHOWN_FOR = CONFIRMATIONS_KEPT_FOR - timedelta(hours=1)
+"""Maximum age of a change whose confirmation times are shown. A worker deletes by its own clock, within the margin."""
 
 MAX_STOPPED = 200
 """Maximum verifiers that have deregistered, the latest ones, which a receipt reads."""
@@ -189,10 +193,10 @@ def _receipt(sequence: int) -> Receipt:
     for row in sorted(_list_verifiers(sequence), key=lambda row: (row.started_at, row.verifier_id)):
         progress = _progress(row, sequence, row.now)
         if progress is not None and (progress is not VerifierProgress.EXPIRED or _was_active(row, change)):
+            # Of an older change, the first confirmation that is still kept may be of a later change.
+            confirmed_at = None if change is None or change.at < row.now - _TIMES_SHOWN_FOR else row.first_confirmed_at
             receipts.append(
-                VerifierReceipt(
-                    row.verifier_id, row.entry_point, progress, row.first_confirmed_at, row.started_at, row.seen_at
-                )
+                VerifierReceipt(row.verifier_id, row.entry_point, progress, confirmed_at, row.started_at, row.seen_at)
             )
     return Receipt(
         sequence,

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Max, OuterRef, Q, Subquery
+from django.db.models import Exists, OuterRef, Q, Subquery
 
 from keyvault.domain.sources import network_of, product_of
 from keyvault.models import KeySource, UsageReporter, UseBucket, UseContext
 from keyvault.models.usage import NO_EXPOSURE, UseSpan
 from keyvault.services.usage.recorder import add_to_buckets, lock_contexts
-from keyvault.services.work.deletion import MAX_DELETED
+from keyvault.services.work.deletion import MAX_DELETED, delete_batch
 
 _GONE_KEPT_FOR = timedelta(days=7)
 """Retention of reporters that deregistered or were lost."""
@@ -159,10 +159,10 @@ def forget_old(now: datetime) -> int:
     ids = list(old.values_list("pk", flat=True)[:MAX_DELETED])
     deleted = _forget_buckets(ids, oldest) if ids else 0
     long_ago = now - _GONE_KEPT_FOR
-    UsageReporter.objects.filter(stopped_at__lt=long_ago).delete()
-    lost = UsageReporter.objects.filter(lost_at__isnull=False)
-    for environment, merchants, last_at in lost.values_list("environment", "merchants").annotate(at=Max("lost_at")):
-        lost.filter(environment=environment, merchants=merchants, lost_at__lt=min(long_ago, last_at)).delete()
+    delete_batch(UsageReporter.objects.filter(stopped_at__lt=long_ago).order_by("stopped_at"))
+    of_scope = UsageReporter.objects.filter(environment=OuterRef("environment"), merchants=OuterRef("merchants"))
+    lost = UsageReporter.objects.filter(Exists(of_scope.filter(lost_at__gt=OuterRef("lost_at"))), lost_at__lt=long_ago)
+    delete_batch(lost.order_by("lost_at"))
     return deleted
 
 

@@ -1,14 +1,16 @@
 """Totals of all uses by environment, outcome and time, for the console's charts.
 
 A minute has a bucket for each active client, so no page reads buckets. The worker adds up each slot once, shortly after
-its end. It adds up the current slot, too, while that has few buckets.
+its end, or later if no worker ran then. It adds up the current slot, too, while that has few buckets.
 """
 
 from collections import Counter
 from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
 from itertools import islice
+from time import monotonic
 
+from django.conf import settings
 from django.db.models import QuerySet
 
 from keyvault.domain.environments import Environment
@@ -23,11 +25,18 @@ SLOT = timedelta(minutes=15)
 KEPT_FOR = timedelta(days=8)
 """Retention: the last day is compared with the one before, and a week is shown."""
 
-_READ_AGAIN = timedelta(minutes=1)
-"""How long after its end a slot is added up again, for counts that arrive late. Counts after that are not included."""
+_LATE = timedelta(minutes=1)
+"""How long after its end a slot is added up, for counts that arrive late. Later counts are not included."""
 
-_EVERY = timedelta(minutes=1)
-"""Interval of the job."""
+_ROLL_UP_MARGIN = timedelta(hours=1)
+"""Distance from the retention of minutes within which a slot is not added up: a concurrent rollup moves whole hours."""
+
+_RUN_SECONDS = 5.0
+"""Time during which one run begins with slots that have ended, in seconds."""
+
+_ENDED = (Environment.SANDBOX, UseOutcome.PROBED)
+"""Environment and outcome of the row, without uses, that marks a slot as added up after its end. Probes have no totals.
+"""
 
 _MAX_LIVE = 20_000
 """Maximum buckets of a slot that is added up before its end."""
@@ -57,8 +66,12 @@ def _buckets(at: datetime, length: timedelta) -> QuerySet[UseBucket]:
     ).order_by()
 
 
-def _add_up(slot: datetime, totals: "Counter[tuple[datetime, str, str]]") -> None:
-    """Add the uses of a slot to the totals, minute by minute and in batches: a join would read whole tables."""
+def _add_up(slot: datetime) -> Counter[tuple[str, str]]:
+    """Return the uses of a slot by environment and outcome.
+
+    Reads minute by minute and in batches: a join would read whole tables.
+    """
+    totals: Counter[tuple[str, str]] = Counter()
     minute = timedelta(minutes=1)
     for number in range(int(SLOT / minute)):
         found = _buckets(slot + number * minute, minute).values_list("context_id", "count")[:_MAX_PER_MINUTE]
@@ -66,27 +79,53 @@ def _add_up(slot: datetime, totals: "Counter[tuple[datetime, str, str]]") -> Non
         while batch := list(islice(rows, _BATCH)):
             contexts = UseContext.objects.filter(pk__in=[pk for pk, _ in batch], outcome__in=_COUNTED)
             of = {
-                pk: (outcome, environment)
-                for pk, outcome, environment in contexts.values_list("pk", "outcome", "key__account_environment")
+                pk: (environment, outcome)
+                for pk, environment, outcome in contexts.values_list("pk", "key__account_environment", "outcome")
             }
             for pk, count in batch:
                 if pk in of:
-                    outcome, environment = of[pk]
-                    totals[slot, environment, outcome] += count
+                    totals[of[pk]] += count
+    return totals
 
 
 def write_totals(now: datetime) -> None:
-    """Replace the totals of the current slot, if it is small, and of the one before while counts may arrive late."""
+    """Replace the totals of the slots that have ended since the last run, and of the current slot if it is small.
+
+    Begins with the oldest slot. After some seconds it begins with no further one; the next run continues.
+    """
+    ends_at = monotonic() + _RUN_SECONDS
+    for slot in _list_ended(now):
+        _replace(slot, _add_up(slot), is_ended=True)
+        if monotonic() >= ends_at:
+            break
     current = start_of_slot(now)
-    totals: Counter[tuple[datetime, str, str]] = Counter()
-    if now < current + _READ_AGAIN + _EVERY:
-        _add_up(current - SLOT, totals)
     if _buckets(current, SLOT).values("pk")[: _MAX_LIVE + 1].count() <= _MAX_LIVE:
-        _add_up(current, totals)
+        _replace(current, _add_up(current))
+
+
+def _list_ended(now: datetime) -> list[datetime]:
+    """Return the slots to add up after their end, the oldest first: those after the last one that is marked.
+
+    Without a marked one, only the last slot. Slots whose minutes may have been rolled up are left out.
+    """
+    end = start_of_slot(now - _LATE)
+    environment, outcome = _ENDED
+    marked = UsageTotal.objects.filter(at__lt=end, environment=environment, outcome=outcome).order_by("-at")
+    last = marked.values_list("at", flat=True).first()
+    if last is None:
+        return [end - SLOT]
+    kept_for = min(timedelta(days=settings.USAGE_MINUTE_DAYS) - _ROLL_UP_MARGIN, KEPT_FOR)
+    first = max(last + SLOT, start_of_slot(now - kept_for))
+    return [first + number * SLOT for number in range((end - first) // SLOT)]
+
+
+def _replace(slot: datetime, totals: Counter[tuple[str, str]], *, is_ended: bool = False) -> None:
+    if is_ended:
+        totals[_ENDED] = 0
     UsageTotal.objects.bulk_create(
         [
-            UsageTotal(at=at, environment=environment, outcome=outcome, count=count)
-            for (at, environment, outcome), count in sorted(totals.items())
+            UsageTotal(at=slot, environment=environment, outcome=outcome, count=count)
+            for (environment, outcome), count in sorted(totals.items())
         ],
         update_conflicts=True,
         update_fields=["count"],
@@ -96,7 +135,7 @@ def write_totals(now: datetime) -> None:
 
 def read_totals(environments: Collection[Environment], since: datetime) -> dict[datetime, dict[str, int]]:
     """Return the totals of these environments by slot and outcome. A slot without uses is absent."""
-    rows = UsageTotal.objects.filter(at__gte=since, environment__in=environments).order_by()
+    rows = UsageTotal.objects.filter(at__gte=since, environment__in=environments, outcome__in=_COUNTED).order_by()
     found: dict[datetime, dict[str, int]] = {}
     for at, outcome, count in rows.values_list("at", "outcome", "count"):
         slot = found.setdefault(at, {})

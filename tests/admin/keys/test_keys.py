@@ -9,7 +9,7 @@ from django.db import DatabaseError
 
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.keys import KeyKind, KeyState
-from keyvault.models import AuditEntry, Key, Verifier
+from keyvault.models import AuditEntry, Confirmation, Key, Verifier
 from keyvault.services.keys.lifecycle import get_key, last_sequence, suspend_key
 from keyvault.services.keys.records import find_key_record
 from keyvault.services.recording import transaction
@@ -195,6 +195,10 @@ def test_key_revoked_shows_its_receipt_which_refreshes_until_complete(desk: Desk
     text = text_of(client.get(page))
     assert 'http-equiv="refresh"' not in text
     assert "3 of 3 verifiers" in text
+    assert "no longer kept" not in text
+    Confirmation.objects.filter(verifier=first).delete()
+    text = text_of(client.get(page))
+    assert (text.count("no longer kept"), "not yet" in text) == (1, False)
 
 
 def test_key_page_links_the_receipt_of_its_revocation(desk: Desk) -> None:

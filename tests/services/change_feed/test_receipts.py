@@ -11,7 +11,7 @@ from keyvault.access.limits import Limit
 from keyvault.access.permissions import Permission as P
 from keyvault.domain.revocation import RevocationReason
 from keyvault.models import Account, Change, Confirmation, Verifier
-from keyvault.services.change_feed import receipts
+from keyvault.services.change_feed import follower, receipts
 from keyvault.services.change_feed.receipts import (
     MAX_SEQUENCE,
     MAX_WAIT_SECONDS,
@@ -99,6 +99,38 @@ def test_receipt_without_kept_confirmations_is_still_complete(sequence: int) -> 
     confirm(verifier, sequence)
     Confirmation.objects.all().delete()
     assert (receipt_of(sequence).is_complete, receipt_of(sequence).verifiers[0].confirmed_at) == (True, None)
+
+
+@pytest.mark.parametrize(("days", "is_shown"), [(29, True), (31, False)])
+def test_receipt_of_an_old_change_shows_no_time_of_a_later_confirmation(days: int, is_shown: bool) -> None:
+    """Guarantee: the time that a receipt shows is that of the first confirmation, or none."""
+    at = database_now() - timedelta(days=days)
+    change = Change.objects.create(subject_kind="key", subject_id="0" * 16, at=at)
+    verifier = make_verifier(started_at=at, confirmed_sequence=change.sequence + 1)
+    for step, confirmed_at in enumerate((at + timedelta(seconds=1), at + timedelta(days=5))):
+        Confirmation.objects.create(verifier=verifier, sequence=change.sequence + step, at=confirmed_at)
+    follower.forget_old(database_now())
+    (found,) = receipt_of(change.sequence).verifiers
+    assert found.progress is VerifierProgress.CONFIRMED
+    assert found.confirmed_at == (at + timedelta(seconds=1) if is_shown else None)
+
+
+def test_receipt_shows_no_later_time_while_confirmations_are_deleted(
+    sequence: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarantee: the batches that delete the confirmations of a verifier that is gone delete the last ones first."""
+    monkeypatch.setattr("keyvault.services.work.deletion.MAX_DELETED", 1)
+    verifier = make_verifier(confirmed_sequence=sequence + 1)
+    first = database_now()
+    for step in range(2):
+        at = first + timedelta(seconds=step)
+        Confirmation.objects.create(verifier=verifier, sequence=sequence + step, at=at)
+    fall_silent(verifier, timedelta(days=8))
+    shown = []
+    for _ in range(2):
+        shown.append(receipt_of(sequence).verifiers[0].confirmed_at)
+        follower.forget_old(database_now())
+    assert shown == [first, first]
 
 
 def test_receipt_does_not_wait_for_a_verifier_past_its_staleness_bound(sequence: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from django.db import DatabaseError, IntegrityError, OperationalError, connection
 from django.db.models import Sum
+from django.test.utils import CaptureQueriesContext
 
 from keyvault.domain.environments import Environment
 from keyvault.domain.sources import name_source
@@ -364,3 +365,25 @@ def test_usage_reporters_of_each_scope_keep_their_last_lost(clock: Clock) -> Non
             UsageReporter.objects.create(reporter_id=str(day), **row, **scope, peppers={})
     retention.forget_old(NOON + timedelta(days=30))
     assert set(UsageReporter.objects.values_list("pk", flat=True)) == {"2", "4", "6", "8"}
+
+
+@pytest.mark.parametrize("end", ["stopped_at", "lost_at"])
+def test_usage_reporters_of_many_scopes_are_deleted_in_batches(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: after an outage of many processes, a run takes a bounded number of statements and of rows."""
+    monkeypatch.setattr("keyvault.services.work.deletion.MAX_DELETED", 3)
+    for number in range(5):
+        for day in range(2):
+            at = NOON + timedelta(days=day)
+            row = {"started_at": NOON, "flushed_through_at": NOON, end: at, "merchants": f",{number},"}
+            UsageReporter.objects.create(reporter_id=f"{number} {day}", **row, peppers={})
+    left = []
+    for _ in range(4):
+        with CaptureQueriesContext(connection) as made:
+            retention.forget_old(NOON + timedelta(days=30))
+        deletes = [each for each in made.captured_queries if each["sql"].startswith("DELETE")]
+        left.append((UsageReporter.objects.count(), len(deletes)))
+    if end == "lost_at":
+        assert left == [(7, 1), (5, 1), (5, 0), (5, 0)]
+        assert set(UsageReporter.objects.values_list("pk", flat=True)) == {f"{number} 1" for number in range(5)}
+    else:
+        assert left == [(7, 1), (4, 1), (1, 1), (0, 1)]

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
+from django.utils.module_loading import import_string
 
 from keyvault.backends import meters
+from keyvault.project import settings as project_settings
 from keyvault.services import maintenance
 from keyvault.services.webhooks import deliveries
 from keyvault.services.work import shared_jobs
@@ -59,6 +61,20 @@ def test_shared_jobs_task_of_a_second_environment_does_no_work(
     assert task("sandbox")
     assert not task("production")
     assert runs == ["run"]
+
+
+@pytest.mark.parametrize(
+    "task", sorted({"keyvault.tasks.send_alarms", *(task for task, *_ in project_settings._shared_jobs.values())})
+)
+def test_shared_jobs_task_of_a_second_environment_is_not_counted_as_done(
+    monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    """Guarantee: no message that did nothing hides that the task fails."""
+    counted: list[str] = []
+    monkeypatch.setattr(SharedJobs, "begin", lambda *_: False)
+    monkeypatch.setattr(meters, "note_task", lambda task, seconds, *, is_done: counted.append(task))
+    result = import_string(task).apply(("production",))
+    assert (result.get(), counted) == (False, [])
 
 
 def test_shared_jobs_task_that_fails_is_not_counted_as_done_for_a_second_environment(
