@@ -96,7 +96,7 @@ def test_secret_rotated_is_shown_once_and_the_page_shows_the_overlap(desk: Desk)
     endpoint.refresh_from_db()
     assert signing_secrets(endpoint, now())[0].reveal() == secret
     assert "Previous secret signs until" in text_of(client.get(address("keyvault_webhookendpoint_change", endpoint.pk)))
-    assert "ends immediately" in text_of(client.get(page))
+    assert "end immediately" in text_of(client.get(page))
 
 
 def test_endpoint_is_disabled_and_enabled(desk: Desk) -> None:
