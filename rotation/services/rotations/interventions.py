@@ -31,10 +31,11 @@ from rotation.domain.plan_fields import Proof, default_of
 from rotation.domain.policy import find_far_faults
 from rotation.domain.states import CLOSED
 from rotation.models import EvidenceKind, Retirement, Rotation
-from rotation.services.rotations.facts import list_waived, note_evidence
+from rotation.services.rotations.facts import gather_facts, list_waived, note_evidence
 from rotation.services.rotations.reports import about, get_rotation, subject_of
 from rotation.services.rotations.requests import BYPASSED, announce_end
 from rotation.services.rotations.side_effects import announce_replacement, has_unsettled_delivery
+from rotation.services.rotations.transitions import send_due_notices
 from rotation.services.rotations.turns import wake_rotation
 
 S = RotationState
@@ -132,6 +133,9 @@ def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None
     predecessor, now = rotation.predecessor, grant.at
     if predecessor_ended_at(rotation, now) is not None:
         raise StateConflictError("The rotation cannot be rolled back: the old key is no longer usable.")
+    if rotation.quarantined_at is not None:
+        # The quarantine ends now, and no later turn would report attempts that were made in it.
+        send_due_notices(grant, rotation, gather_facts(rotation, now), lease)
     with recorded(
         grant,
         P.ROTATIONS_WRITE,

@@ -116,7 +116,9 @@ def _enter(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Change
             return {"notified_at": grant.at}
         case S.OVERLAP:
             return (
-                _reinstate(grant, rotation, facts) if facts.state is S.QUARANTINE else _overlap(grant, rotation, facts)
+                _reinstate(grant, rotation, facts, step)
+                if facts.state is S.QUARANTINE
+                else _overlap(grant, rotation, facts)
             )
         case S.QUARANTINE:
             return _quarantine(grant, rotation, facts, step)
@@ -155,14 +157,17 @@ def _overlap(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
     return {"used_at": grant.at}
 
 
-def _reinstate(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
-    """Reinstate the predecessor, once per rotation: a known source still uses it (the tripwire)."""
+def _reinstate(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Changes:
+    """Reinstate the predecessor, once per rotation, with an alarm: a known source still uses it (the tripwire)."""
     seen: dict[str, JsonValue] = {
         "key_id": rotation.predecessor_id,
         "last_seen_at": format_timestamp(facts.predecessor.tried_by_known_at),
         "attempts": _cite_attempts(rotation),
     }
     note_evidence(rotation, EvidenceKind.TRIED, seen, grant.at)
+    # An unknown source may have tried the key, too. The attempts are known only while the quarantine lasts.
+    payload = {**_describe(rotation, step), **_describe_use(rotation, _list_attempts(rotation)), "is_reinstated": True}
+    announce(grant, NoticeKind.USED_IN_QUARANTINE, rotation.credential.account, rotation.rotation_id, **payload)
     return {**_lift(grant, rotation), "reinstated_at": grant.at, "silent_at": None, "alarmed_at": grant.at}
 
 
@@ -283,17 +288,9 @@ def _cite_attempts(rotation: Rotation) -> list[JsonValue]:
 
 def _announce(grant: Grant, rotation: Rotation, was: RotationState, step: Move) -> None:
     """Announce the transition, in its transaction."""
-    account, subject = rotation.credential.account, rotation.rotation_id
-    payload: dict[str, JsonValue] = {
-        **about(rotation),
-        "predecessor_key_id": rotation.predecessor_id,
-        "replacement_key_id": rotation.replacement_id,
-        "why": step.why,
-    }
+    account, subject, payload = rotation.credential.account, rotation.rotation_id, _describe(rotation, step)
     match step.to:
-        case S.OVERLAP if was is S.QUARANTINE:
-            announce(grant, NoticeKind.USED_IN_QUARANTINE, account, subject, **payload, is_reinstated=True)
-        case S.OVERLAP:
+        case S.OVERLAP if was is not S.QUARANTINE:  # else `_reinstate` has announced it
             announce(grant, NoticeKind.PREDECESSOR_RETIRING, account, subject, **payload)
         case S.STALLED:
             announce(grant, NoticeKind.ROTATION_STALLED, account, subject, **payload)
@@ -305,6 +302,15 @@ def _announce(grant: Grant, rotation: Rotation, was: RotationState, step: Move) 
             announce(grant, NoticeKind.ROTATION_ENDED, account, subject, is_alarm, **payload, state=to.value)
 
 
+def _describe(rotation: Rotation, step: Move) -> dict[str, JsonValue]:
+    return {
+        **about(rotation),
+        "predecessor_key_id": rotation.predecessor_id,
+        "replacement_key_id": rotation.replacement_id,
+        "why": step.why,
+    }
+
+
 def _was_emergency(rotation: Rotation) -> bool:
     """Whether the predecessor had ended when the replacement was delivered."""
     ended_at = rotation.predecessor.compromised_at or rotation.predecessor.deactivated_at
@@ -312,7 +318,10 @@ def _was_emergency(rotation: Rotation) -> bool:
 
 
 def send_due_notices(grant: Grant, rotation: Rotation, facts: Facts, lease: Lease) -> None:
-    """Send what is due: reminders of an unused replacement, and alarms about a key tried in quarantine."""
+    """Send what is due: reminders of an unused replacement, and alarms about a key tried in quarantine.
+
+    The engine calls it, and a person who ends a quarantine.
+    """
     changes, notices = _reminder(rotation, facts, grant.at)
     alarm = _alarm(rotation, facts, grant.at)
     if alarm is not None:
@@ -321,7 +330,8 @@ def send_due_notices(grant: Grant, rotation: Rotation, facts: Facts, lease: Leas
     if not notices:
         return
     account, kinds = rotation.credential.account, [kind.value for kind, _ in notices]
-    with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.told", account=account, **about(rotation), kinds=list(kinds)):
+    permissions = frozenset({P.ROTATIONS_ADVANCE, P.ROTATIONS_WRITE})
+    with recorded(grant, permissions, "rotation.told", account=account, **about(rotation), kinds=list(kinds)):
         rotation.compare_and_swap(**changes)
         for kind, payload in notices:
             announce(grant, kind, account, rotation.rotation_id, **about(rotation), **payload)
@@ -362,12 +372,16 @@ def _alarm(rotation: Rotation, facts: Facts, now: datetime) -> dict[str, JsonVal
     # The first unknown source raises its own alarm, whatever was reported about known ones.
     if not is_new and (not unknown or _is_exposure_reported(rotation)):
         return None
+    return {**_describe_use(rotation, attempts), "is_reinstated": False}
+
+
+def _describe_use(rotation: Rotation, attempts: list[UseAttempt]) -> dict[str, JsonValue]:
+    """Describe the use of the key in quarantine. An unknown source is an exposure: it may have found the key."""
     key = _retiring(rotation)
     return {
         "key_id": None if key is None else key.key_id,
         "attempts": _describe_attempts(attempts),
-        "is_exposure": bool(unknown),
-        "is_reinstated": False,
+        "is_exposure": any(not each.is_known for each in attempts),
     }
 
 

@@ -2,16 +2,20 @@
 
 import pytest
 
+from keyvault.access.permissions import Permission as P
 from keyvault.domain.keys import KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.timestamps import format_timestamp
 from keyvault.models import Notice
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
+from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import AtDeadline, Reinstatement
 from rotation.models import EvidenceKind, Rotation
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.reports import get_rotation
 from tests.clocks import Clock
 from tests.rotation import scene
 from tests.rotation.steps import advance, begun, key_states, list_due, revoke, wait
@@ -204,3 +208,38 @@ def test_attempt_from_an_unknown_source_after_a_known_one_raises_its_own_alarm(
     assert [notice.payload["is_exposure"] for notice in exposures] == [False, True]
     attempt(rotation, clock, verifier, UNKNOWN)
     assert exposures.count() == 2
+
+
+def exposures() -> list[bool]:
+    """Return for each alarm whether it reports an exposure."""
+    found = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, is_alarm=True).order_by("created_at")
+    return [notice.payload["is_exposure"] for notice in found]
+
+
+@pytest.mark.sqlite
+def test_attempt_from_an_unknown_source_beside_a_known_one_is_an_exposure(clock: Clock, verifier: UsageLog) -> None:
+    """A reinstatement hides no unknown source: later uses of the active key would make it a known one."""
+    rotation = in_quarantine(clock, verifier)
+    clock.tick(1)
+    scene.use(verifier, rotation.predecessor_id, source=UNKNOWN, outcome=UseOutcome.REFUSED)
+    rotation = attempt(rotation, clock, verifier, KNOWN)
+    assert (rotation.state, alarms(), exposures()) == (S.OVERLAP, [True], [True])
+    payload = Notice.objects.get(kind=NoticeKind.USED_IN_QUARANTINE).payload
+    assert payload["key_id"] == rotation.predecessor_id
+    assert {each["source"].split()[0]: each["is_known"] for each in payload["attempts"]} == {
+        "192.0.2.0/24": True,
+        "198.51.100.0/24": False,
+    }
+
+
+@pytest.mark.sqlite
+def test_attempt_from_an_unknown_source_before_an_abort_is_an_exposure(clock: Clock, verifier: UsageLog) -> None:
+    """An abort ends the quarantine, and no turn may have seen the attempt yet."""
+    rotation = in_quarantine(clock, verifier)
+    clock.tick(1)
+    scene.use(verifier, rotation.predecessor_id, source=UNKNOWN, outcome=UseOutcome.REFUSED)
+    rotation = get_rotation(rotation.rotation_id)
+    abort_rotation(authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock()), rotation, "why")
+    assert (rotation.state, key_states(rotation)) == (S.ROLLING_BACK, ("active", "active"))
+    assert (alarms(), exposures()) == ([False], [True])
+    assert advance(rotation, clock).state == S.ROLLING_BACK
