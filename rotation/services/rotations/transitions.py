@@ -364,12 +364,13 @@ def _alarm(rotation: Rotation, facts: Facts, now: datetime) -> dict[str, JsonVal
         return None
     retiring = facts.replacement if facts.stage is S.ROLLING_BACK else facts.predecessor
     tried_at = None if retiring is None else retiring.tried_at
-    if tried_at is None or (rotation.alarmed_at is not None and tried_at <= rotation.alarmed_at):
+    if tried_at is None:
         return None
     attempts = _list_attempts(rotation)
     unknown = [each for each in attempts if not each.is_known]
     is_new = rotation.alarmed_at is None or tried_at >= rotation.alarmed_at + ALARM_AGAIN
-    # The first unknown source raises its own alarm, whatever was reported about known ones.
+    # The first unknown source raises its own alarm, whatever was reported about known ones. A verifier may report it
+    # after an alarm about a later attempt.
     if not is_new and (not unknown or _is_exposure_reported(rotation)):
         return None
     return {**_describe_use(rotation, attempts), "is_reinstated": False}

@@ -1,5 +1,7 @@
 """Quarantine attempts: a known source reinstates the predecessor once; an unknown source raises an alarm only."""
 
+from datetime import datetime
+
 import pytest
 
 from keyvault.access.permissions import Permission as P
@@ -7,7 +9,7 @@ from keyvault.domain.keys import KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import Notice
+from keyvault.models import Notice, UsageReporter
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
 from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
@@ -42,10 +44,23 @@ def attempt(rotation: Rotation, clock: Clock, verifier: UsageLog, source: str) -
     return advance(rotation, clock, 3)
 
 
+def another_verifier(now: datetime) -> UsageLog:
+    """Return a live verifier whose clock stands still: it reports a use of this time later."""
+    log = UsageLog(now=Clock(now))
+    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=now, flushed_through_at=now, peppers={})
+    return log
+
+
 def alarms() -> list[bool]:
     """Return for each alarm whether the key was reinstated."""
     found = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, is_alarm=True).order_by("created_at")
     return [notice.payload["is_reinstated"] for notice in found]
+
+
+def exposures() -> list[bool]:
+    """Return for each alarm whether it reports an exposure."""
+    found = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, is_alarm=True).order_by("created_at")
+    return [notice.payload["is_exposure"] for notice in found]
 
 
 def test_attempt_from_a_known_source_reinstates_the_predecessor_and_notifies(clock: Clock, verifier: UsageLog) -> None:
@@ -210,10 +225,18 @@ def test_attempt_from_an_unknown_source_after_a_known_one_raises_its_own_alarm(
     assert exposures.count() == 2
 
 
-def exposures() -> list[bool]:
-    """Return for each alarm whether it reports an exposure."""
-    found = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, is_alarm=True).order_by("created_at")
-    return [notice.payload["is_exposure"] for notice in found]
+@pytest.mark.sqlite
+def test_attempt_from_an_unknown_source_that_is_reported_after_the_alarm_of_a_known_one_is_an_exposure(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """Another verifier may report an earlier attempt after the alarm."""
+    rotation = in_quarantine(clock, verifier, reinstatement=Reinstatement.NEVER)
+    other = another_verifier(clock())
+    attempt(rotation, clock, verifier, KNOWN)
+    assert exposures() == [False]
+    scene.use(other, rotation.predecessor_id, source=UNKNOWN, outcome=UseOutcome.REFUSED)
+    advance(rotation, clock, 1)
+    assert exposures() == [False, True]
 
 
 @pytest.mark.sqlite
