@@ -20,7 +20,7 @@ from keyvault.models import Key, Notice
 from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.usage.reports import UseAttempt, list_attempts
+from keyvault.services.usage.reports import UseAttempt, list_attempts, list_late_uses
 from keyvault.services.work import leases
 from keyvault.services.work.clock import require_true_clock
 from keyvault.services.work.leases import Lease
@@ -28,7 +28,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.policy import due_reminder
 from rotation.domain.states import CLOSED, TRANSITIONS, Facts, Move
 from rotation.models import EvidenceKind, Rotation
-from rotation.services.rotations.facts import note_evidence, proof_seen, silence_seen, sources_seen
+from rotation.services.rotations.facts import find_last_judged, note_evidence, proof_seen, silence_seen, sources_seen
 from rotation.services.rotations.reports import about
 
 S = RotationState
@@ -254,9 +254,15 @@ def _is_expired(key: Key, now: datetime) -> bool:
 
 
 def _list_attempts(rotation: Rotation) -> list[UseAttempt]:
-    """List the sources that tried the quarantined key, the latest first."""
+    """List the sources that tried the quarantined key, or used it unknown to its rotation, the latest first."""
     key, since = _retiring(rotation), rotation.quarantined_at
-    return [] if key is None or since is None else list_attempts(key.key_id, since)
+    if key is None or since is None:
+        return []
+    late = list_late_uses(key.key_id, find_last_judged(rotation, key, since), since)
+    found = sorted([*list_attempts(key.key_id, since), *late], key=lambda attempt: attempt.last_at)
+    latest = {attempt.source: attempt for attempt in found}
+    by_source = sorted(latest.values(), key=lambda attempt: attempt.source)
+    return sorted(by_source, key=lambda attempt: attempt.last_at, reverse=True)
 
 
 def _describe_attempts(attempts: Iterable[UseAttempt]) -> list[JsonValue]:

@@ -1,6 +1,6 @@
 """Quarantine attempts: a known source reinstates the predecessor once; an unknown source raises an alarm only."""
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -20,7 +20,7 @@ from rotation.services.rotations.interventions import abort_rotation
 from rotation.services.rotations.reports import get_rotation
 from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.steps import advance, begun, key_states, list_due, revoke, wait
+from tests.rotation.steps import advance, begun, key_states, list_due, quarantined, revoke, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -95,6 +95,32 @@ def test_use_that_was_reported_after_the_decision_is_an_attempt(
     assert rotation.state == (S.OVERLAP if source == KNOWN else S.QUARANTINE)
     if source == KNOWN:
         assert rotation.evidence.get(kind=EvidenceKind.TRIED).seen["last_seen_at"] == format_timestamp(clock())
+    assert exposures() == [source == UNKNOWN]
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize("seconds", [1, 5])
+@pytest.mark.parametrize("source", [KNOWN, UNKNOWN])
+def test_use_before_the_quarantine_that_is_reported_in_it_reinstates_the_predecessor(
+    clock: Clock, verifier: UsageLog, source: str, seconds: int
+) -> None:
+    """It contradicts the silence, even within the time that the verifiers had reported; its source was allowed."""
+    rotation = in_quarantine(clock, verifier)
+    log = another_verifier(clock() - timedelta(seconds=seconds))
+    scene.use(log, rotation.predecessor_id, source=source)
+    rotation = advance(rotation, clock, 1)
+    assert (rotation.state, alarms(), exposures()) == (S.OVERLAP, [True], [False])
+    tried = rotation.evidence.get(kind=EvidenceKind.TRIED).seen
+    assert [each["last_at"] for each in tried["attempts"]] == [tried["last_seen_at"]]
+
+
+@pytest.mark.sqlite
+def test_first_use_of_the_predecessor_that_is_reported_in_its_quarantine_reinstates_it(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    rotation = quarantined(clock, verifier)
+    scene.use(another_verifier(clock() - timedelta(seconds=4)), rotation.predecessor_id)
+    assert advance(rotation, clock, 1).state == S.OVERLAP
 
 
 @pytest.mark.sqlite
