@@ -199,6 +199,8 @@ def _find_attempts(rotation: Rotation, retiring: Key) -> UseAttempts:
     waived = _read_waived(evidence, retiring)
     found = find_attempts(retiring.key_id, rotation.quarantined_at, waived)
     judged_at = find_last_judged(rotation, retiring, rotation.quarantined_at, evidence)
+    if judged_at is None:
+        return found
     late = find_late_uses(retiring.key_id, judged_at, rotation.quarantined_at, waived)
     return UseAttempts(
         max(filter(None, (found.last_at, late.last_at)), default=None),
@@ -208,18 +210,18 @@ def _find_attempts(rotation: Rotation, retiring: Key) -> UseAttempts:
 
 def find_last_judged(
     rotation: Rotation, key: Key, quarantined_at: datetime, evidence: Iterable[Evidence] | None = None
-) -> datetime:
+) -> datetime | None:
     """Return the last use of the key that the rotation knew when it found the key silent and suspended it.
 
     A later use contradicts that silence. Verifiers report a use seconds later, or much later after an outage, and may
-    allow the key until they have read its suspension. Where silence was not required: the time of the suspension.
+    allow the key until they have read its suspension. None: silence was not required.
     """
     for each in rotation.evidence.all() if evidence is None else evidence:
         if each.kind == EvidenceKind.SILENT and each.created_at == quarantined_at:
             last_at, through = each.seen["last_seen_at"], each.seen["observed_through"]
             known_at = key.created_at if last_at is None else datetime.fromisoformat(last_at)
             return known_at if through is None else min(known_at, datetime.fromisoformat(through))
-    return quarantined_at
+    return None
 
 
 def _is_past(key: Key, now: datetime) -> bool:

@@ -258,9 +258,10 @@ def _list_attempts(rotation: Rotation) -> list[UseAttempt]:
     key, since = _retiring(rotation), rotation.quarantined_at
     if key is None or since is None:
         return []
-    late = list_late_uses(key.key_id, find_last_judged(rotation, key, since), since)
-    found = sorted([*list_attempts(key.key_id, since), *late], key=lambda attempt: attempt.last_at)
-    latest = {attempt.source: attempt for attempt in found}
+    found, judged_at = list_attempts(key.key_id, since), find_last_judged(rotation, key, since)
+    if judged_at is not None:
+        found += list_late_uses(key.key_id, judged_at, since)
+    latest = {attempt.source: attempt for attempt in sorted(found, key=lambda attempt: attempt.last_at)}
     by_source = sorted(latest.values(), key=lambda attempt: attempt.source)
     return sorted(by_source, key=lambda attempt: attempt.last_at, reverse=True)
 
