@@ -84,6 +84,11 @@ class Plan:
         """Read what `as_json` wrote. Callers compare the digest before they rely on the plan."""
         return cls(**{name: read_json(name, value) for name, value in values.items()})
 
+    def find_opening(self, now: datetime) -> datetime | None:
+        """Return when its rotation may begin, now at the earliest; None: its window does not open any more."""
+        begins_at = max(now, self.not_before)
+        return begins_at if self.window is None else self.window.next_opening(begins_at)
+
     def digest(self) -> str:
         return canonical_digest({"what": "rotation", **self.as_json()})
 
@@ -127,8 +132,7 @@ def find_faults(
     yield from find_value_faults(plan, environment, now, frozenset(FieldType) - {FieldType.INSTANT})
     if has_excess(plan):
         return
-    begins_at = max(now, plan.not_before)
-    opens_at = begins_at if plan.window is None else plan.window.next_opening(begins_at)
+    opens_at = plan.find_opening(now)
     if opens_at is None:
         yield Fault("/window", "the window never opens; change its weekdays or blackouts")
         return
@@ -136,19 +140,31 @@ def find_faults(
         return
     needed = plan.soak_seconds + plan.quiet_seconds
     if plan.deadline < opens_at + timedelta(seconds=needed):
-        late = "" if opens_at == begins_at else f" from {format_timestamp(opens_at)}, when the window opens,"
+        is_late = opens_at > max(now, plan.not_before)
+        late = f" from {format_timestamp(opens_at)}, when the window opens," if is_late else ""
         yield Fault("/deadline", f"soak and quiet period need {needed} seconds{late}, which is past the deadline")
-    if plan.expires_in_days is not None and opens_at + timedelta(days=plan.expires_in_days) < plan.deadline:
+    yield from find_expiry_faults(plan, plan.deadline, predecessor_expires_at, expiry_of_replacement(plan, opens_at))
+
+
+def expiry_of_replacement(plan: Plan, made_at: datetime) -> datetime | None:
+    """Return when a replacement that is made then expires; None: never."""
+    return None if plan.expires_in_days is None else made_at + timedelta(days=plan.expires_in_days)
+
+
+def find_expiry_faults(
+    plan: Plan,
+    deadline: datetime,
+    predecessor_expires_at: datetime | None,
+    replacement_expires_at: datetime | None,
+) -> Iterator[Fault]:
+    """Yield a fault for each key that would expire before the deadline, the planned one or a later one."""
+    if replacement_expires_at is not None and replacement_expires_at < deadline:
         yield Fault("/expires_in_days", "the replacement would expire before the deadline; set an earlier deadline")
-    if (
-        predecessor_expires_at is not None
-        and predecessor_expires_at < plan.deadline
-        and not plan.predecessor_may_expire
-    ):
+    if predecessor_expires_at is not None and predecessor_expires_at < deadline and not plan.predecessor_may_expire:
         yield Fault(
             "/deadline",
             f"the predecessor expires before it, at {format_timestamp(predecessor_expires_at)}; "
-            "set an earlier deadline, or predecessor_may_expire",
+            "set an earlier deadline, or predecessor_may_expire in the plan",
         )
 
 

@@ -318,9 +318,7 @@ def _no_approval(facts: Facts, now: datetime) -> Wait | Move:
 
 
 def _when_scheduled(facts: Facts, now: datetime) -> Wait | RotationAction | Move:
-    begins_at = max(now, facts.plan.not_before)
-    window = facts.plan.window
-    opens_at = begins_at if window is None else window.next_opening(begins_at)
+    opens_at = facts.plan.find_opening(now)
     if opens_at is None:
         return Move(S.STALLED, "the window has no further opening")
     if now < opens_at:

@@ -81,7 +81,7 @@ def note_stored(grant: Grant, key: Key, backend_version: int) -> None:
 
 
 def suspend_key(grant: Grant, key: Key, *, hides_copy: bool = False) -> Record:
-    """Suspend a key: deny it from now on, reversibly.
+    """Suspend a key: deny it from now on, reversibly. Raises an alarm when a person suspends the last usable key.
 
     `hides_copy`: the key enters quarantine, and its copy in the backend is soft-deleted too. This excludes the newest
     version, because merchants read that one and would find nothing.
@@ -382,13 +382,17 @@ def _transition(
         key.compare_and_swap(state=state, **stamps)
         if notice is not None:
             _announce(grant, notice, key, key.key_id, str(key.reason or key.retirement))
-        if was_active and event in _ENDING_EVENTS:
+        is_quarantine = event == "key.suspended" and isinstance(grant.principal, System)
+        if was_active and event in _ENDING_EVENTS and not is_quarantine:
             _alarm_if_last(grant, key)
     return record
 
 
-_ENDING_EVENTS = frozenset({"key.revoked", "key.compromised", "key.expired"})
-"""Events that may leave a credential without a usable key. Discarded keys were not delivered; suspended ones return."""
+_ENDING_EVENTS = frozenset({"key.revoked", "key.compromised", "key.expired", "key.suspended"})
+"""Events that may leave a credential without a usable key. Discarded keys were not delivered.
+
+The engine suspends a key only beside another usable one.
+"""
 
 
 def _find_none(credential_id: str) -> Collection[str]:
@@ -400,7 +404,7 @@ find_undelivered: Callable[[str], Collection[str]] = _find_none
 
 
 def _alarm_if_last(grant: Grant, key: Key) -> None:
-    """Raise an alarm if the merchant has no usable key of the credential left, in the transaction that ended one.
+    """Raise an alarm if the merchant has no usable key of the credential left, in the transaction that took one away.
 
     Not for an offboarded merchant, where this is intended. A key that another transaction has locked may be ending
     too and does not count. So at least one of two concurrent revocations raises the alarm, and neither waits.
@@ -412,7 +416,7 @@ def _alarm_if_last(grant: Grant, key: Key) -> None:
         return  # Its end takes no access away. The end of the key that the merchant reads raises the alarm.
     others = usable_keys(key.credential_id, grant.at).exclude(pk=key.pk).exclude(pk__in=undelivered)
     if not list(others.select_for_update(skip_locked=True, no_key=True)):
-        why = str(key.reason or key.retirement)
+        why = str(key.reason or key.retirement or key.state)
         _announce(grant, NoticeKind.CREDENTIAL_WITHOUT_KEY, key, key.credential_id, why)
 
 

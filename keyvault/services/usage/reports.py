@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from django.db.models import DateTimeField, Max, Min, OuterRef, Q, Subquery, Sum, Value
+from django.db.models import DateTimeField, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum, Value
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.sources import OCCASION, OTHERS, Minutes, find_longest_gap, name_source, network_of
@@ -444,17 +444,44 @@ def find_attempts(key_id: str, since: datetime, without: Collection[str] = ()) -
     return UseAttempts(max(tried, default=None), known_at)
 
 
-def find_late_use(key_id: str, after: datetime, without: Collection[str] = ()) -> datetime | None:
-    """Return the last use after this time, allowed or denied, by a source that had used the key before it.
+def find_late_uses(key_id: str, after: datetime, suspended_at: datetime, without: Collection[str] = ()) -> UseAttempts:
+    """Return the last uses, allowed or denied, after this time of a key that was suspended later.
 
     `without`: names of sources whose uses do not count. Most calls read no source: the key had no use after this time.
     """
+    known = _is_known(suspended_at)
+    times = (
+        _late_sources(key_id, after)
+        .exclude(name__in=without)
+        .aggregate(
+            allowed=Max("last_at"),
+            denied=Max("denied_at"),
+            known_allowed=Max("last_at", filter=known),
+            known_denied=Max("denied_at", filter=known),
+        )
+    )
+    return UseAttempts(
+        _latest(times["allowed"], times["denied"]), _latest(times["known_allowed"], times["known_denied"])
+    )
+
+
+def list_late_uses(key_id: str, after: datetime, suspended_at: datetime) -> list[UseAttempt]:
+    """List the sources of the uses of `find_late_uses`, in no order."""
+    late = _late_sources(key_id, after).annotate(is_known=_is_known(suspended_at))
+    return [
+        UseAttempt(name, max(at for at in ends if at is not None), bool(is_known))
+        for name, is_known, *ends in late.values_list("name", "is_known", "last_at", "denied_at")[:MAX_SOURCES]
+    ]
+
+
+def _late_sources(key_id: str, after: datetime) -> QuerySet[KeySource]:
     last_at = find_last(key_id)
-    if last_at is None or last_at <= after:
-        return None
-    late = KeySource.objects.filter(Q(last_at__gt=after) | Q(denied_at__gt=after), _is_known(after), key=key_id)
-    times = late.exclude(name__in=without).aggregate(allowed=Max("last_at"), denied=Max("denied_at"))
-    return max((at for at in times.values() if at is not None), default=None)
+    late = KeySource.objects.filter(Q(last_at__gt=after) | Q(denied_at__gt=after), key=key_id)
+    return late.none() if last_at is None or last_at <= after else late
+
+
+def _latest(*times: datetime | None) -> datetime | None:
+    return max(filter(None, times), default=None)
 
 
 def _is_known(before: datetime) -> Q:

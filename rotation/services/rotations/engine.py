@@ -147,7 +147,7 @@ def _advance_to_wait(rotation_id: str, lease: Lease, clock: Callable[[], datetim
             return _DoneTurn(step, _next_due(step, rotation, facts, now), is_urgent)
         if isinstance(step, Move):
             if facts.quarantined_at is not None and step.to is not S.OVERLAP:
-                # The key was tried, and its quarantine ends in this turn. A reinstatement raises the alarm itself.
+                # The key was tried, and its quarantine ends in this turn. A reinstatement raises its own alarm.
                 send_due_notices(grant, rotation, facts, lease)
             if step.to is S.CANCELLED or (step.to is S.ROLLED_BACK and rotation.written_back_at is None):
                 # This needs only the database, so the predecessor verifies again even while the backend is down.

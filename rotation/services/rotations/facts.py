@@ -27,7 +27,7 @@ from keyvault.services.usage.reports import (
     UseAttempts,
     find_attempts,
     find_last_of_keys,
-    find_late_use,
+    find_late_uses,
     find_sources,
     find_users,
     has_more_users,
@@ -196,8 +196,8 @@ def _key_facts(
 def _find_attempts(rotation: Rotation, retiring: Key) -> UseAttempts:
     """Find the attempts since the rotation suspended the key, without those of waived sources, which are expected.
 
-    A known source's use counts as one if it came after the time up to which the key was observed to be silent.
-    Attempts with an old public key have no effect: shipped apps keep using it.
+    A use that was reported after the rotation suspended the key counts as one, too, see `find_last_judged`. Attempts
+    with an old public key have no effect: shipped apps keep using it.
     """
     is_ignored = rotation.credential.kind == KeyKind.PUBLIC and rotation.stage is not RotationState.ROLLING_BACK
     if rotation.quarantined_at is None or is_ignored:
@@ -205,22 +205,29 @@ def _find_attempts(rotation: Rotation, retiring: Key) -> UseAttempts:
     evidence = list(rotation.evidence.all())
     waived = _read_waived(evidence, retiring)
     found = find_attempts(retiring.key_id, rotation.quarantined_at, waived)
-    through = _find_observed_through(rotation, evidence)
-    late_at = None if through is None else find_late_use(retiring.key_id, through, waived)
-    if late_at is None:
+    judged_at = find_last_judged(rotation, retiring, rotation.quarantined_at, evidence)
+    if judged_at is None:
         return found
-    return UseAttempts(max(late_at, found.last_at or late_at), max(late_at, found.last_known_at or late_at))
+    late = find_late_uses(retiring.key_id, judged_at, rotation.quarantined_at, waived)
+    return UseAttempts(
+        max(filter(None, (found.last_at, late.last_at)), default=None),
+        max(filter(None, (found.last_known_at, late.last_known_at)), default=None),
+    )
 
 
-def _find_observed_through(rotation: Rotation, evidence: Iterable[Evidence]) -> datetime | None:
-    """Return the time up to which the key in quarantine was observed to be silent; None: silence was not required.
+def find_last_judged(
+    rotation: Rotation, key: Key, quarantined_at: datetime, evidence: Iterable[Evidence] | None = None
+) -> datetime | None:
+    """Return the last use of the key that the rotation knew when it found the key silent and suspended it.
 
-    Verifiers report a use seconds later, and may allow the key until they have read its suspension.
+    A later use contradicts that silence. Verifiers report a use seconds later, or much later after an outage, and may
+    allow the key until they have read its suspension. None: silence was not required.
     """
-    for each in evidence:
-        if each.kind == EvidenceKind.SILENT and each.created_at == rotation.quarantined_at:
-            through = each.seen["observed_through"]
-            return None if through is None else datetime.fromisoformat(through)
+    for each in rotation.evidence.all() if evidence is None else evidence:
+        if each.kind == EvidenceKind.SILENT and each.created_at == quarantined_at:
+            last_at, through = each.seen["last_seen_at"], each.seen["observed_through"]
+            known_at = key.created_at if last_at is None else datetime.fromisoformat(last_at)
+            return known_at if through is None else min(known_at, datetime.fromisoformat(through))
     return None
 
 

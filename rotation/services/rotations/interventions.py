@@ -28,13 +28,14 @@ from keyvault.services.usage.reports import find_last, find_sources, has_traffic
 from keyvault.services.work.leases import Lease, claim, finish, hold, release_queued
 from rotation.domain.events import OUTCOMES, Event, RotationState
 from rotation.domain.plan_fields import Proof, default_of
-from rotation.domain.policy import find_far_faults
+from rotation.domain.policy import expiry_of_replacement, find_expiry_faults, find_far_faults
 from rotation.domain.states import CLOSED
 from rotation.models import EvidenceKind, Retirement, Rotation
-from rotation.services.rotations.facts import list_waived, note_evidence
+from rotation.services.rotations.facts import gather_facts, list_waived, note_evidence
 from rotation.services.rotations.reports import about, get_rotation, subject_of
 from rotation.services.rotations.requests import BYPASSED, announce_end
 from rotation.services.rotations.side_effects import announce_replacement, has_unsettled_delivery
+from rotation.services.rotations.transitions import send_due_notices
 from rotation.services.rotations.turns import wake_rotation
 
 S = RotationState
@@ -132,6 +133,9 @@ def _roll_back(grant: Grant, rotation: Rotation, lease: Lease, why: str) -> None
     predecessor, now = rotation.predecessor, grant.at
     if predecessor_ended_at(rotation, now) is not None:
         raise StateConflictError("The rotation cannot be rolled back: the old key is no longer usable.")
+    if rotation.quarantined_at is not None:
+        # The quarantine ends now, and no later turn would report attempts that were made in it.
+        send_due_notices(grant, rotation, gather_facts(rotation, now), lease)
     with recorded(
         grant,
         P.ROTATIONS_WRITE,
@@ -187,8 +191,9 @@ def _resume(grant: Grant, rotation: Rotation) -> None:
 def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rotation:
     """Set a later deadline and resume a rotation that stalled at the old one. One person suffices: no key is revoked.
 
-    Raises RequestInvalidError for a time that is past, earlier than the present deadline, or too far away;
-    StateConflictError when there is no deadline, or where it has no effect, see `may_be_extended`.
+    Raises RequestInvalidError for a time that is past, earlier than the present deadline, too far away, or after the
+    expiry of a key, unless the plan lets it expire; StateConflictError when there is no deadline, or where it has no
+    effect, see `may_be_extended`.
     """
     if rotation.deadline_at is None:
         raise StateConflictError("The rotation has no deadline. A public key is retired on an approved date.")
@@ -200,6 +205,8 @@ def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rot
     faults = list(find_far_faults({"deadline": deadline}, grant.at))
     if deadline <= max(grant.at, rotation.deadline_at):
         faults.append(Fault("/deadline", "later than now and than the current deadline"))
+    if not faults:
+        faults = _find_expiry_faults(rotation, deadline, grant.at)
     if faults:
         raise RequestInvalidError("The new deadline is invalid.", faults)
     with recorded(
@@ -217,6 +224,17 @@ def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rot
             _resume(grant, rotation)
         wake_rotation(rotation, grant.at)
     return rotation
+
+
+def _find_expiry_faults(rotation: Rotation, deadline: datetime, now: datetime) -> list[Fault]:
+    """Find the keys that would expire before a later deadline; none in a rollback, which needs its time."""
+    if rotation.stage is S.ROLLING_BACK:
+        return []
+    plan, old, new = rotation.approved_plan, rotation.predecessor, rotation.replacement
+    old_expires_at = None if predecessor_ended_at(rotation, now) is not None else old.expires_at
+    new_expires_at = expiry_of_replacement(plan, plan.find_opening(now) or now) if new is None else new.expires_at
+    faults = find_expiry_faults(plan, deadline, old_expires_at, new_expires_at)
+    return [Fault("/deadline", fault.detail) for fault in faults]
 
 
 def may_be_extended(rotation: Rotation) -> bool:

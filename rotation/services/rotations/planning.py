@@ -167,11 +167,9 @@ def _late_sources(
     plan: Plan, sources: Mapping[str, SourceUse], environment: Environment, now: datetime
 ) -> Iterator[tuple[str, str | None]]:
     """Yield the sources whose silence cannot be complete by the deadline, each with a deadline that would fit."""
-    begins_at = max(now, plan.not_before)
     if plan.deadline is None or has_excess(plan):
         return
-    if plan.window is not None:
-        begins_at = plan.window.next_opening(begins_at) or begins_at
+    begins_at = plan.find_opening(now) or max(now, plan.not_before)
     begins_at += timedelta(seconds=plan.soak_seconds)
     found = 0
     for source in sources.values():

@@ -20,7 +20,7 @@ from keyvault.models import Key, Notice
 from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.usage.reports import UseAttempt, list_attempts
+from keyvault.services.usage.reports import UseAttempt, list_attempts, list_late_uses
 from keyvault.services.work import leases
 from keyvault.services.work.clock import require_true_clock
 from keyvault.services.work.leases import Lease
@@ -28,7 +28,7 @@ from rotation.domain.events import RotationState
 from rotation.domain.policy import due_reminder
 from rotation.domain.states import CLOSED, TRANSITIONS, Facts, Move
 from rotation.models import EvidenceKind, Rotation
-from rotation.services.rotations.facts import note_evidence, proof_seen, silence_seen, sources_seen
+from rotation.services.rotations.facts import find_last_judged, note_evidence, proof_seen, silence_seen, sources_seen
 from rotation.services.rotations.reports import about
 
 S = RotationState
@@ -116,7 +116,9 @@ def _enter(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Change
             return {"notified_at": grant.at}
         case S.OVERLAP:
             return (
-                _reinstate(grant, rotation, facts) if facts.state is S.QUARANTINE else _overlap(grant, rotation, facts)
+                _reinstate(grant, rotation, facts, step)
+                if facts.state is S.QUARANTINE
+                else _overlap(grant, rotation, facts)
             )
         case S.QUARANTINE:
             return _quarantine(grant, rotation, facts, step)
@@ -155,14 +157,17 @@ def _overlap(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
     return {"used_at": grant.at}
 
 
-def _reinstate(grant: Grant, rotation: Rotation, facts: Facts) -> Changes:
-    """Reinstate the predecessor, once per rotation: a known source still uses it (the tripwire)."""
+def _reinstate(grant: Grant, rotation: Rotation, facts: Facts, step: Move) -> Changes:
+    """Reinstate the predecessor, once per rotation, with an alarm: a known source still uses it (the tripwire)."""
     seen: dict[str, JsonValue] = {
         "key_id": rotation.predecessor_id,
         "last_seen_at": format_timestamp(facts.predecessor.tried_by_known_at),
         "attempts": _cite_attempts(rotation),
     }
     note_evidence(rotation, EvidenceKind.TRIED, seen, grant.at)
+    # An unknown source may have tried the key, too. The attempts are known only while the quarantine lasts.
+    payload = {**_describe(rotation, step), **_describe_use(rotation, _list_attempts(rotation)), "is_reinstated": True}
+    announce(grant, NoticeKind.USED_IN_QUARANTINE, rotation.credential.account, rotation.rotation_id, **payload)
     return {**_lift(grant, rotation), "reinstated_at": grant.at, "silent_at": None, "alarmed_at": grant.at}
 
 
@@ -249,9 +254,16 @@ def _is_expired(key: Key, now: datetime) -> bool:
 
 
 def _list_attempts(rotation: Rotation) -> list[UseAttempt]:
-    """List the sources that tried the quarantined key, the latest first."""
+    """List the sources that tried the quarantined key, or used it unknown to its rotation, the latest first."""
     key, since = _retiring(rotation), rotation.quarantined_at
-    return [] if key is None or since is None else list_attempts(key.key_id, since)
+    if key is None or since is None:
+        return []
+    found, judged_at = list_attempts(key.key_id, since), find_last_judged(rotation, key, since)
+    if judged_at is not None:
+        found += list_late_uses(key.key_id, judged_at, since)
+    latest = {attempt.source: attempt for attempt in sorted(found, key=lambda attempt: attempt.last_at)}
+    by_source = sorted(latest.values(), key=lambda attempt: attempt.source)
+    return sorted(by_source, key=lambda attempt: attempt.last_at, reverse=True)
 
 
 def _describe_attempts(attempts: Iterable[UseAttempt]) -> list[JsonValue]:
@@ -283,17 +295,9 @@ def _cite_attempts(rotation: Rotation) -> list[JsonValue]:
 
 def _announce(grant: Grant, rotation: Rotation, was: RotationState, step: Move) -> None:
     """Announce the transition, in its transaction."""
-    account, subject = rotation.credential.account, rotation.rotation_id
-    payload: dict[str, JsonValue] = {
-        **about(rotation),
-        "predecessor_key_id": rotation.predecessor_id,
-        "replacement_key_id": rotation.replacement_id,
-        "why": step.why,
-    }
+    account, subject, payload = rotation.credential.account, rotation.rotation_id, _describe(rotation, step)
     match step.to:
-        case S.OVERLAP if was is S.QUARANTINE:
-            announce(grant, NoticeKind.USED_IN_QUARANTINE, account, subject, **payload, is_reinstated=True)
-        case S.OVERLAP:
+        case S.OVERLAP if was is not S.QUARANTINE:  # else `_reinstate` has announced it
             announce(grant, NoticeKind.PREDECESSOR_RETIRING, account, subject, **payload)
         case S.STALLED:
             announce(grant, NoticeKind.ROTATION_STALLED, account, subject, **payload)
@@ -305,6 +309,15 @@ def _announce(grant: Grant, rotation: Rotation, was: RotationState, step: Move) 
             announce(grant, NoticeKind.ROTATION_ENDED, account, subject, is_alarm, **payload, state=to.value)
 
 
+def _describe(rotation: Rotation, step: Move) -> dict[str, JsonValue]:
+    return {
+        **about(rotation),
+        "predecessor_key_id": rotation.predecessor_id,
+        "replacement_key_id": rotation.replacement_id,
+        "why": step.why,
+    }
+
+
 def _was_emergency(rotation: Rotation) -> bool:
     """Whether the predecessor had ended when the replacement was delivered."""
     ended_at = rotation.predecessor.compromised_at or rotation.predecessor.deactivated_at
@@ -312,7 +325,10 @@ def _was_emergency(rotation: Rotation) -> bool:
 
 
 def send_due_notices(grant: Grant, rotation: Rotation, facts: Facts, lease: Lease) -> None:
-    """Send what is due: reminders of an unused replacement, and alarms about a key tried in quarantine."""
+    """Send what is due: reminders of an unused replacement, and alarms about a key tried in quarantine.
+
+    The engine calls it, and a person who ends a quarantine.
+    """
     changes, notices = _reminder(rotation, facts, grant.at)
     alarm = _alarm(rotation, facts, grant.at)
     if alarm is not None:
@@ -321,7 +337,8 @@ def send_due_notices(grant: Grant, rotation: Rotation, facts: Facts, lease: Leas
     if not notices:
         return
     account, kinds = rotation.credential.account, [kind.value for kind, _ in notices]
-    with recorded(grant, P.ROTATIONS_ADVANCE, "rotation.told", account=account, **about(rotation), kinds=list(kinds)):
+    permissions = frozenset({P.ROTATIONS_ADVANCE, P.ROTATIONS_WRITE})
+    with recorded(grant, permissions, "rotation.told", account=account, **about(rotation), kinds=list(kinds)):
         rotation.compare_and_swap(**changes)
         for kind, payload in notices:
             announce(grant, kind, account, rotation.rotation_id, **about(rotation), **payload)
@@ -354,20 +371,25 @@ def _alarm(rotation: Rotation, facts: Facts, now: datetime) -> dict[str, JsonVal
         return None
     retiring = facts.replacement if facts.stage is S.ROLLING_BACK else facts.predecessor
     tried_at = None if retiring is None else retiring.tried_at
-    if tried_at is None or (rotation.alarmed_at is not None and tried_at <= rotation.alarmed_at):
+    if tried_at is None:
         return None
     attempts = _list_attempts(rotation)
     unknown = [each for each in attempts if not each.is_known]
     is_new = rotation.alarmed_at is None or tried_at >= rotation.alarmed_at + ALARM_AGAIN
-    # The first unknown source raises its own alarm, whatever was reported about known ones.
+    # The first unknown source raises its own alarm, whatever was reported about known ones. A verifier may report it
+    # after an alarm about a later attempt.
     if not is_new and (not unknown or _is_exposure_reported(rotation)):
         return None
+    return {**_describe_use(rotation, attempts), "is_reinstated": False}
+
+
+def _describe_use(rotation: Rotation, attempts: list[UseAttempt]) -> dict[str, JsonValue]:
+    """Describe the use of the key in quarantine. An unknown source is an exposure: it may have found the key."""
     key = _retiring(rotation)
     return {
         "key_id": None if key is None else key.key_id,
         "attempts": _describe_attempts(attempts),
-        "is_exposure": bool(unknown),
-        "is_reinstated": False,
+        "is_exposure": any(not each.is_known for each in attempts),
     }
 
 

@@ -120,17 +120,31 @@ def test_notice_of_no_key_left_ignores_expired_and_suspended_keys(scene: Scene) 
 
 
 def test_notice_of_no_key_left_for_a_suspended_revoked_or_staged_key_is_not_sent(scene: Scene) -> None:
-    """Only an action that removes the last usable key raises the alarm."""
+    """Only an action that removes the last usable key raises the alarm: here the suspension."""
     suspended, _ = issue(scene.sandbox)
     lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
     before = Notice.objects.filter(kind="credential.without_key").count()
+    assert before == 1
     revoke(scene, suspended)
     report(scene, suspended)
     discarded, _ = issue(scene.sandbox)
     lifecycle.discard_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), discarded)
     assert Notice.objects.filter(kind="credential.without_key").count() == before
-    assert notices_about(suspended) == [("key.revoked", False), ("key.compromised", True)]
     assert notices_about(discarded) == []
+
+
+def test_notice_of_no_key_left_is_sent_when_a_person_suspends_the_last_one(scene: Scene) -> None:
+    """The engine suspends a key only beside another usable one, so a quarantine raises no such alarm."""
+    first, _ = issue(scene.sandbox)
+    second = add_second_key(scene, first)
+    quarantined, _ = issue(scene.sandbox)
+    lifecycle.suspend_key(grant(WORKER, P.ROTATIONS_ADVANCE, scene.sandbox), quarantined)
+    lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), first)
+    assert not Notice.objects.filter(kind="credential.without_key").exists()
+    lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), second)
+    notice = Notice.objects.get(kind="credential.without_key")
+    assert (notice.subject, notice.is_alarm) == (first.credential_id, True)
+    assert notice.payload["reason"] == "suspended"
 
 
 def test_notice_of_no_key_left_is_sent_at_expiry(scene: Scene) -> None:

@@ -20,11 +20,12 @@ from keyvault.services.usage.reports import (
     describe_use,
     find_attempts,
     find_last,
-    find_late_use,
+    find_late_uses,
     find_sources,
     find_users,
     has_more_users,
     list_attempts,
+    list_late_uses,
     list_users,
     networks_of,
     read_users,
@@ -320,15 +321,23 @@ def test_source_that_was_used_before_and_after_a_time_is_known(key: Key, outcome
     assert find_attempts(key.key_id, since) == UseAttempts(since, since)
 
 
-def test_late_use_is_by_a_source_that_used_the_key_before(key: Key) -> None:
-    for at in (NOON, NOON + HOUR):
+def test_late_use_is_one_after_the_last_that_was_known(key: Key) -> None:
+    """A source is known if it used the key before the suspension."""
+    known_at, suspended_at = NOON + HOUR, NOON + 2 * HOUR
+    for at in (NOON, known_at):
         use(key, at=at)
-    assert find_late_use(key.key_id, NOON + HOUR) is None
-    use(key, "198.51.100.1", at=NOON + 2 * HOUR)
-    assert find_late_use(key.key_id, NOON + HOUR) is None
-    use(key, outcome=DENIED, at=NOON + 3 * HOUR)
-    assert find_late_use(key.key_id, NOON + HOUR) == NOON + 3 * HOUR
-    assert find_late_use(key.key_id, NOON + HOUR, ["192.0.2.0/24 shop"]) is None
+    assert find_late_uses(key.key_id, known_at, suspended_at) == UseAttempts()
+    assert list_late_uses(key.key_id, known_at, suspended_at) == []
+    use(key, "198.51.100.1", at=suspended_at)
+    assert find_late_uses(key.key_id, known_at, suspended_at) == UseAttempts(suspended_at, None)
+    before = suspended_at - timedelta(seconds=1)
+    use(key, "203.0.113.1", outcome=DENIED, at=before)
+    assert find_late_uses(key.key_id, known_at, suspended_at) == UseAttempts(suspended_at, before)
+    assert find_late_uses(key.key_id, known_at, suspended_at, ["203.0.113.0/24 shop"]).last_known_at is None
+    assert sorted(list_late_uses(key.key_id, known_at, suspended_at), key=lambda each: each.source) == [
+        UseAttempt("198.51.100.0/24 shop", suspended_at, is_known=False),
+        UseAttempt("203.0.113.0/24 shop", before, is_known=True),
+    ]
 
 
 def test_source_is_a_network_with_a_product(key: Key) -> None:

@@ -10,7 +10,7 @@ from django.db import models
 from keyvault.access.permissions import Permission as P
 from keyvault.backends.local import LocalKeystore
 from keyvault.domain.environments import Environment
-from keyvault.domain.errors import StateConflictError
+from keyvault.domain.errors import RequestInvalidError, StateConflictError
 from keyvault.domain.keys import KeyState
 from keyvault.services.change_feed import receipts
 from keyvault.services.keys.lifecycle import get_key, suspend_key
@@ -189,3 +189,40 @@ def test_deadline_is_extended_only_where_it_has_an_effect(
     with pytest.raises(StateConflictError, match="cannot be extended"):
         extend_rotation(grant, rotation, deadline)
     assert get_rotation(rotation.rotation_id).deadline_at == rotation.deadline_at
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+@pytest.mark.parametrize(
+    ("old_days", "new_days", "may_expire", "days", "is_refused"),
+    [
+        (10, None, False, 11, True),
+        (10, None, False, 9, False),
+        (10, None, True, 11, False),
+        (None, 10, True, 11, True),
+        (None, 10, False, 9, False),
+    ],
+)
+def test_deadline_is_extended_past_the_expiry_of_a_key_only_as_planned(
+    clock: Clock,
+    verifier: UsageLog,
+    old_days: int | None,
+    new_days: int | None,
+    may_expire: bool,
+    days: int,
+    is_refused: bool,
+    is_made: bool,
+) -> None:
+    key, _ = scene.issue(scene.account(), clock(), expires_in_days=old_days)
+    deadline = clock() + timedelta(days=days)
+    overrides = {"expires_in_days": new_days, "predecessor_may_expire": may_expire}
+    rotation = scene.rotate(key.credential, clock(), deadline=clock() + timedelta(days=1), **overrides)
+    if is_made:
+        rotation = advance(rotation, clock)
+    assert (rotation.replacement is not None) == is_made
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    if not is_refused:
+        assert extend_rotation(grant, rotation, deadline).deadline_at == deadline
+        return
+    with pytest.raises(RequestInvalidError) as refused:
+        extend_rotation(grant, rotation, deadline)
+    assert [fault.pointer for fault in refused.value.faults] == ["/deadline"]

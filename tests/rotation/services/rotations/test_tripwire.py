@@ -1,20 +1,26 @@
 """Quarantine attempts: a known source reinstates the predecessor once; an unknown source raises an alarm only."""
 
+from datetime import datetime, timedelta
+
 import pytest
 
+from keyvault.access.permissions import Permission as P
 from keyvault.domain.keys import KeyState
 from keyvault.domain.notifications import NoticeKind
 from keyvault.domain.revocation import RevocationReason
 from keyvault.domain.timestamps import format_timestamp
-from keyvault.models import Notice
+from keyvault.models import Notice, UsageReporter
 from keyvault.models.usage import SIGNS_OF_LIFE, UseOutcome
+from keyvault.services.recording.authorization import authorize
 from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import AtDeadline, Reinstatement
 from rotation.models import EvidenceKind, Rotation
+from rotation.services.rotations.interventions import abort_rotation
+from rotation.services.rotations.reports import get_rotation
 from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.steps import advance, begun, key_states, list_due, revoke, wait
+from tests.rotation.steps import advance, begun, key_states, list_due, quarantined, revoke, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -38,10 +44,23 @@ def attempt(rotation: Rotation, clock: Clock, verifier: UsageLog, source: str) -
     return advance(rotation, clock, 3)
 
 
+def another_verifier(now: datetime) -> UsageLog:
+    """Return a live verifier whose clock stands still: it reports a use of this time later."""
+    log = UsageLog(now=Clock(now))
+    UsageReporter.objects.create(reporter_id=log.reporter_id, started_at=now, flushed_through_at=now, peppers={})
+    return log
+
+
 def alarms() -> list[bool]:
     """Return for each alarm whether the key was reinstated."""
     found = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, is_alarm=True).order_by("created_at")
     return [notice.payload["is_reinstated"] for notice in found]
+
+
+def exposures() -> list[bool]:
+    """Return for each alarm whether it reports an exposure."""
+    found = Notice.objects.filter(kind=NoticeKind.USED_IN_QUARANTINE, is_alarm=True).order_by("created_at")
+    return [notice.payload["is_exposure"] for notice in found]
 
 
 def test_attempt_from_a_known_source_reinstates_the_predecessor_and_notifies(clock: Clock, verifier: UsageLog) -> None:
@@ -76,6 +95,32 @@ def test_use_that_was_reported_after_the_decision_is_an_attempt(
     assert rotation.state == (S.OVERLAP if source == KNOWN else S.QUARANTINE)
     if source == KNOWN:
         assert rotation.evidence.get(kind=EvidenceKind.TRIED).seen["last_seen_at"] == format_timestamp(clock())
+    assert exposures() == [source == UNKNOWN]
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize("seconds", [1, 5])
+@pytest.mark.parametrize("source", [KNOWN, UNKNOWN])
+def test_use_before_the_quarantine_that_is_reported_in_it_reinstates_the_predecessor(
+    clock: Clock, verifier: UsageLog, source: str, seconds: int
+) -> None:
+    """It contradicts the silence, even within the time that the verifiers had reported; its source was allowed."""
+    rotation = in_quarantine(clock, verifier)
+    log = another_verifier(clock() - timedelta(seconds=seconds))
+    scene.use(log, rotation.predecessor_id, source=source)
+    rotation = advance(rotation, clock, 1)
+    assert (rotation.state, alarms(), exposures()) == (S.OVERLAP, [True], [False])
+    tried = rotation.evidence.get(kind=EvidenceKind.TRIED).seen
+    assert [each["last_at"] for each in tried["attempts"]] == [tried["last_seen_at"]]
+
+
+@pytest.mark.sqlite
+def test_first_use_of_the_predecessor_that_is_reported_in_its_quarantine_reinstates_it(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    rotation = quarantined(clock, verifier)
+    scene.use(another_verifier(clock() - timedelta(seconds=4)), rotation.predecessor_id)
+    assert advance(rotation, clock, 1).state == S.OVERLAP
 
 
 @pytest.mark.sqlite
@@ -204,3 +249,46 @@ def test_attempt_from_an_unknown_source_after_a_known_one_raises_its_own_alarm(
     assert [notice.payload["is_exposure"] for notice in exposures] == [False, True]
     attempt(rotation, clock, verifier, UNKNOWN)
     assert exposures.count() == 2
+
+
+@pytest.mark.sqlite
+def test_attempt_from_an_unknown_source_that_is_reported_after_the_alarm_of_a_known_one_is_an_exposure(
+    clock: Clock, verifier: UsageLog
+) -> None:
+    """Another verifier may report an earlier attempt after the alarm."""
+    rotation = in_quarantine(clock, verifier, reinstatement=Reinstatement.NEVER)
+    other = another_verifier(clock())
+    attempt(rotation, clock, verifier, KNOWN)
+    assert exposures() == [False]
+    scene.use(other, rotation.predecessor_id, source=UNKNOWN, outcome=UseOutcome.REFUSED)
+    advance(rotation, clock, 1)
+    assert exposures() == [False, True]
+
+
+@pytest.mark.sqlite
+def test_attempt_from_an_unknown_source_beside_a_known_one_is_an_exposure(clock: Clock, verifier: UsageLog) -> None:
+    """A reinstatement hides no unknown source: later uses of the active key would make it a known one."""
+    rotation = in_quarantine(clock, verifier)
+    clock.tick(1)
+    scene.use(verifier, rotation.predecessor_id, source=UNKNOWN, outcome=UseOutcome.REFUSED)
+    rotation = attempt(rotation, clock, verifier, KNOWN)
+    assert (rotation.state, alarms(), exposures()) == (S.OVERLAP, [True], [True])
+    payload = Notice.objects.get(kind=NoticeKind.USED_IN_QUARANTINE).payload
+    assert payload["key_id"] == rotation.predecessor_id
+    assert {each["source"].split()[0]: each["is_known"] for each in payload["attempts"]} == {
+        "192.0.2.0/24": True,
+        "198.51.100.0/24": False,
+    }
+
+
+@pytest.mark.sqlite
+def test_attempt_from_an_unknown_source_before_an_abort_is_an_exposure(clock: Clock, verifier: UsageLog) -> None:
+    """An abort ends the quarantine, and no turn may have seen the attempt yet."""
+    rotation = in_quarantine(clock, verifier)
+    clock.tick(1)
+    scene.use(verifier, rotation.predecessor_id, source=UNKNOWN, outcome=UseOutcome.REFUSED)
+    rotation = get_rotation(rotation.rotation_id)
+    abort_rotation(authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock()), rotation, "why")
+    assert (rotation.state, key_states(rotation)) == (S.ROLLING_BACK, ("active", "active"))
+    assert (alarms(), exposures()) == ([False], [True])
+    assert advance(rotation, clock).state == S.ROLLING_BACK
