@@ -42,8 +42,8 @@ class SourceFacts:
 
         A source that has moved is known to have the other key, but another of its hosts may not have moved. So it must
         be silent for one gap, in which every host calls again, and then for the quiet period. A lost verifier may have
-        lost uses, so a source that has not moved must be silent from the loss on. Clients stop
-        while their merchant, account or key is suspended, so silence counts from the resumption on.
+        lost uses, so a source that has not moved must be silent from the loss on. Clients stop while their merchant,
+        account or key is suspended, so silence counts from the resumption on.
         """
         since = self.used_at if resumed_at is None else max(self.used_at, resumed_at)
         if self.has_moved:
