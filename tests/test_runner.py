@@ -53,6 +53,8 @@ def test_runner_that_ran_nothing_does_not_look_like_a_success(options: tuple[str
 
 def test_timeout_in_an_example_is_reported_as_a_timeout() -> None:
     """Hypothesis repeats no example that only the clock ended."""
+    if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+        pytest.skip("tests run without timeouts here")
     began: list[int] = []
 
     @settings(database=None)

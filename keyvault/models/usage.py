@@ -152,8 +152,8 @@ class UseBucket(models.Model):
 class UsageTotal(models.Model):
     """The uses of all keys of an environment in one slot, which begins at `at`, for the console's charts.
 
-    Derived from the buckets of a minute, so no evidence. `services.usage.totals` writes it. A row of probes, without
-    uses, marks a slot that was added up after its end.
+    Derived from the buckets of a minute, so no evidence. `services.usage.totals` writes it. The row of sandbox and
+    `probed`, with count 0, marks a slot whose totals are complete.
     """
 
     at = models.DateTimeField()

@@ -561,9 +561,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "KEYVAULT_CHANGE_DAYS",
         "400",
-        "Retention of the change feed, in days; at least 30. The times in its receipts are kept for 30 days, those of "
-        "a verifier that stopped for 7 days after its last confirmation. A new revocation log or anchor is filled from "
-        "the feed, so it does not protect a backup that is older.",
+        "Retention of the change feed, in days; at least 30. Receipts keep the times of confirmations for 30 "
+        "days; those of a stopped verifier, for 7 days after its last one. A new revocation log or anchor is filled "
+        "from the feed, so it does not protect a backup that is older.",
         _count(30),
     ),
     Setting(

@@ -528,7 +528,7 @@ WAITS = (
     ),
     RunbookEntry(
         "The merchant or the account is suspended",
-        ("the merchant and the account to be resumed",),
+        ("the merchant or the account to be resumed",),
         "Clients of a suspended merchant stop without having switched, so their silence proves nothing. It counts from "
         "the resumption on, and so does a quarantine.",
         (

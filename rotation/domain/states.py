@@ -542,7 +542,7 @@ def _missing_silence(facts: Facts, last_at: datetime | None, period_seconds: int
 def _missing_observation(facts: Facts) -> Wait | None:
     """Wait while silence cannot be observed: clients of a suspended merchant or account stop without having moved."""
     if facts.is_suspended:
-        return Wait("the merchant and the account to be resumed")
+        return Wait("the merchant or the account to be resumed")
     return Wait("a verifier that reports uses") if facts.observed_through is None else None
 
 

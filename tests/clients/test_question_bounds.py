@@ -1,4 +1,4 @@
-"""What the client takes for acceptable is what the service accepts."""
+"""The client and the service accept the same questions."""
 
 import json
 

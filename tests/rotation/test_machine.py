@@ -24,7 +24,7 @@ from tests.rotation.machine.scenes import VARIANTS, play, stage
 from tests.rotation.machine.watching import ViolationError
 from tests.rotation.machine.world import PERIOD, MachineWorld, Variant
 
-pytestmark = [pytest.mark.django_db, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.django_db, pytest.mark.timeout(300)]
 
 S = RotationState
 EACH = 6
@@ -32,6 +32,7 @@ EACH = 6
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("variant", "chain"), list(shares()), ids=lambda value: getattr(value, "name", str(value)))
 def test_machine_no_sequence_violates_an_invariant(variant: Variant, chain: int) -> None:
     """The invariants hold under worker deaths, duplicates, operators, traffic, clocks and a failing backend."""

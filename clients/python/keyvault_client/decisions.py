@@ -82,7 +82,7 @@ def are_headers_acceptable(user_agent: str, origin: str) -> bool:
     """Whether the service accepts the values of these headers."""
     both = user_agent + origin
     if len(both) <= _MAX_ORIGIN and both.isascii() and "\0" not in both:
-        return True  # Almost every request, so it takes one look.
+        return True  # The fast path of almost every request.
     return len(user_agent) <= MAX_USER_AGENT and len(origin) <= _MAX_ORIGIN and _is_text(both)
 
 

@@ -51,7 +51,7 @@ class MerchantOptions:
 
     Attributes:
         deadline: of one call with all its attempts and waits. Calls outlive a restart of the service that is shorter.
-            It does not limit MerchantClient's look-up of a host name.
+            MerchantClient's does not cover name resolution.
         attempt_timeout: of one attempt.
         max_attempts: of one call. By default as many as fit into the default deadline.
         retry_budget: retries that all calls of a client share. A call that succeeds with its first attempt

@@ -1,8 +1,8 @@
 """HTTP connections with a deadline for the whole exchange, and the two runners that perform effects.
 
 httpx limits each read of a socket. A server that sends a byte now and then never exceeds such a limit, so the sync
-runner limits all operations of an exchange by one deadline. The async runner cancels the exchange. Only the system's
-look-up of a host name cannot be limited: the sync runner waits for it, and the deadline may have passed after it.
+runner limits all operations of an exchange by one deadline. The async runner cancels the exchange. The sync
+runner cannot limit name resolution: it waits for it, and the deadline may have passed then.
 """
 
 import os

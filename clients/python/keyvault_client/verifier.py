@@ -90,7 +90,7 @@ class Verifier:
         url: `https://keyvault.internal`, or `unix:///run/keyvault/verifier.sock`.
         environment: of the keys that this service accepts.
         service_token: a service token with the permission `keys:verify`.
-        timeout: the deadline of a question, in seconds. It does not limit the system's look-up of the host name.
+        timeout: the deadline of a question, in seconds. It does not cover name resolution.
         tls: default: the public certificate authorities.
 
     Raises RefusedError for a configuration that would disclose the token.

@@ -357,7 +357,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
             queryset = queryset.filter(pk__in=ids)
         if is_cut:
             has_prefix = any(name.startswith("^") for name in self.search_fields)
-            messages.info(request, f"{_CUT_NOTE}{', or for a longer beginning of the label' if has_prefix else ''}.")
+            messages.info(request, f"{_CUT_NOTE}{', or for a longer beginning of the name' if has_prefix else ''}.")
         return queryset, False
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
@@ -745,7 +745,7 @@ class ConsoleModelAdmin(Guarded, _ModelAdmin):
         }
 
     def form_context(self, action: RowAction, row: Any) -> dict[str, Any]:
-        """Return what the form of the action says of the row: what it does, why not to, and its button."""
+        """Return the explanation, the warning and the button of the action's form."""
         warning = action.warn(row)
         return {
             "explain": format_text(action.explain, row),

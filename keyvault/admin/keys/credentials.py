@@ -138,7 +138,7 @@ class CredentialAdmin(ConsoleModelAdmin):
 
     @admin.display(description="keys")
     def key_states(self, credential: Credential) -> SafeString:
-        """Show the state of each key that has not ended. Those that have ended are many after years of rotations."""
+        """Show the state of each key that has not ended. There may be hundreds that have ended."""
         return format_html_join(" ", "{}", ((badge(key.state),) for key in credential.keys.all())) or badge("ended")
 
     created = moment_column("created", "created_at")

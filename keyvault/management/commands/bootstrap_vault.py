@@ -135,7 +135,7 @@ def _read_options(options: Mapping[str, Any]) -> BootstrapOptions:
     except ValueError as error:
         raise RequestInvalidError("Invalid network.", [Fault("/cidr", str(error))]) from None
     namespace = options["kubernetes_namespace"]
-    # The Vault takes any text, and a namespace that does not exist admits nobody.
+    # The Vault accepts any text. With an unknown namespace no pod can log in.
     if namespace is not None and re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", namespace) is None:
         fault = Fault("/kubernetes_namespace", "one name: up to 63 of a-z, 0-9 and inner hyphens")
         raise RequestInvalidError("Invalid namespace.", [fault])

@@ -383,12 +383,12 @@ def _transition(
         if notice is not None:
             _announce(grant, notice, key, key.key_id, str(key.reason or key.retirement))
         is_quarantine = event == "key.suspended" and isinstance(grant.principal, System)
-        if was_active and event in _ENDING_EVENTS and not is_quarantine:
+        if was_active and event in _WITHDRAWING_EVENTS and not is_quarantine:
             _alarm_if_last(grant, key)
     return record
 
 
-_ENDING_EVENTS = frozenset({"key.revoked", "key.compromised", "key.expired", "key.suspended"})
+_WITHDRAWING_EVENTS = frozenset({"key.revoked", "key.compromised", "key.expired", "key.suspended"})
 """Events that may leave a credential without a usable key. Discarded keys were not delivered.
 
 The engine suspends a key only beside another usable one.

@@ -26,13 +26,13 @@ KEPT_FOR = timedelta(days=8)
 """Retention: the last day is compared with the one before, and a week is shown."""
 
 _LATE = timedelta(minutes=1)
-"""How long after its end a slot is added up, for counts that arrive late. Later counts are not included."""
+"""Delay between the end of a slot and its total, for counts that arrive late. Later counts are not included."""
 
 _ROLL_UP_MARGIN = timedelta(hours=1)
 """Distance from the retention of minutes within which a slot is not added up: a concurrent rollup moves whole hours."""
 
 _RUN_SECONDS = 5.0
-"""Time during which one run begins with slots that have ended, in seconds."""
+"""Time after which a run begins with no further slot that has ended, in seconds."""
 
 _ENDED = (Environment.SANDBOX, UseOutcome.PROBED)
 """Environment and outcome of the row, without uses, that marks a slot as added up after its end. Probes have no totals.

@@ -192,8 +192,8 @@ def extend_rotation(grant: Grant, rotation: Rotation, deadline: datetime) -> Rot
     """Set a later deadline and resume a rotation that stalled at the old one. One person suffices: no key is revoked.
 
     Raises RequestInvalidError for a time that is past, earlier than the present deadline, too far away, or after the
-    expiry of a key, unless the plan lets it expire; StateConflictError when there is no deadline, or where it has no
-    effect, see `may_be_extended`.
+    expiry of the replacement, or of the predecessor unless the plan has `predecessor_may_expire`; StateConflictError
+    when there is no deadline, or where it has no effect, see `may_be_extended`.
     """
     if rotation.deadline_at is None:
         raise StateConflictError("The rotation has no deadline. A public key is retired on an approved date.")

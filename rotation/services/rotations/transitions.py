@@ -327,7 +327,7 @@ def _was_emergency(rotation: Rotation) -> bool:
 def send_due_notices(grant: Grant, rotation: Rotation, facts: Facts, lease: Lease) -> None:
     """Send what is due: reminders of an unused replacement, and alarms about a key tried in quarantine.
 
-    The engine calls it, and a person who ends a quarantine.
+    The engine calls it in each turn, and `_roll_back` before it ends a quarantine.
     """
     changes, notices = _reminder(rotation, facts, grant.at)
     alarm = _alarm(rotation, facts, grant.at)

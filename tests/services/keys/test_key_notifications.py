@@ -119,7 +119,7 @@ def test_notice_of_no_key_left_ignores_expired_and_suspended_keys(scene: Scene) 
         assert notices_about(first).count(("credential.without_key", True)) == 1, cause
 
 
-def test_notice_of_no_key_left_for_a_suspended_revoked_or_staged_key_is_not_sent(scene: Scene) -> None:
+def test_notice_of_no_key_left_for_a_suspended_revoked_or_staged_key_is_not_sent_again(scene: Scene) -> None:
     """Only an action that removes the last usable key raises the alarm: here the suspension."""
     suspended, _ = issue(scene.sandbox)
     lifecycle.suspend_key(grant(scene.admin, P.KEYS_SUSPEND, scene.sandbox), suspended)
@@ -127,6 +127,8 @@ def test_notice_of_no_key_left_for_a_suspended_revoked_or_staged_key_is_not_sent
     assert before == 1
     revoke(scene, suspended)
     report(scene, suspended)
+    told = [("credential.without_key", True), ("key.revoked", False), ("key.compromised", True)]
+    assert notices_about(suspended) == told
     discarded, _ = issue(scene.sandbox)
     lifecycle.discard_key(grant(WORKER, P.ISSUANCE_EXECUTE, scene.sandbox), discarded)
     assert Notice.objects.filter(kind="credential.without_key").count() == before

@@ -226,3 +226,23 @@ def test_deadline_is_extended_past_the_expiry_of_a_key_only_as_planned(
     with pytest.raises(RequestInvalidError) as refused:
         extend_rotation(grant, rotation, deadline)
     assert [fault.pointer for fault in refused.value.faults] == ["/deadline"]
+
+
+def test_deadline_of_a_rollback_is_extended_past_the_expiry_of_a_key(clock: Clock, verifier: UsageLog) -> None:
+    """It revokes the replacement, which may be the leaked one, and needs its time for that."""
+    rotation = abort(overlapping(clock, verifier), clock)
+    models.QuerySet(Rotation).filter(pk=rotation.pk).update(deadline_at=clock() + timedelta(days=1))
+    rotation = get_rotation(rotation.rotation_id)
+    rotation.predecessor.expires_at = clock() + timedelta(days=2)
+    deadline = clock() + timedelta(days=3)
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    assert extend_rotation(grant, rotation, deadline).deadline_at == deadline
+
+
+def test_deadline_is_extended_past_the_expiry_of_a_predecessor_that_has_ended(clock: Clock, verifier: UsageLog) -> None:
+    key, _ = scene.issue(scene.account(), clock(), expires_in_days=10)
+    rotation = advance(scene.rotate(key.credential, clock(), deadline=clock() + timedelta(days=1)), clock)
+    revoke(rotation.predecessor, clock)
+    deadline = clock() + timedelta(days=11)
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, key.credential.account, now=clock())
+    assert extend_rotation(grant, get_rotation(rotation.rotation_id), deadline).deadline_at == deadline

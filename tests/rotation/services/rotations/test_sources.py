@@ -261,7 +261,7 @@ def test_client_of_a_suspended_merchant_finds_its_key_when_it_is_resumed(
         fleet.turn()
     rotation = get_rotation(fleet.rotation_id)
     waits = find_waits(rotation, fleet.clock())
-    assert (rotation.state, waits.waiting_for) == (S.OVERLAP, "the merchant and the account to be resumed")
+    assert (rotation.state, waits.waiting_for) == (S.OVERLAP, "the merchant or the account to be resumed")
 
     resumed_at = fleet.clock()
     if is_account:
