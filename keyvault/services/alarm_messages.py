@@ -20,8 +20,8 @@ from typing import ClassVar, Protocol
 from urllib.parse import urlsplit
 
 from django.conf import settings
-from django.core.mail import EmailMessage, get_connection
-from django.core.mail.backends.base import BaseEmailBackend
+from django.core.mail import EmailMessage
+from django.core.mail.backends.smtp import EmailBackend
 
 from keyvault.backends import meters
 from keyvault.backends.outbound import OutboundError, post
@@ -180,7 +180,13 @@ def _deliver_email(message_id: str, notices: Sequence[Notice], count: int, *, is
     server = settings.SMTP_SERVER
     if server is None:
         raise UndeliveredError("KEYVAULT_SMTP_URL is not set")
-    connection = get_connection(
+    headers = {
+        "Message-ID": f"<{message_id}@{urlsplit(settings.ORIGIN).hostname}>",
+        "Auto-Submitted": "auto-generated",
+    }
+    sender, recipients = settings.DEFAULT_FROM_EMAIL, list(settings.ALARM_EMAILS)
+    mail = EmailMessage(f"[Keyvault] {begin}: {kinds}"[:200], "\n".join(lines), sender, recipients, headers=headers)
+    backend = EmailBackend(
         host=server.host,
         port=server.port,
         username=server.user,
@@ -188,34 +194,18 @@ def _deliver_email(message_id: str, notices: Sequence[Notice], count: int, *, is
         use_ssl=server.is_tls,
         use_tls=server.is_starttls,
     )
-    headers = {
-        "Message-ID": f"<{message_id}@{urlsplit(settings.ORIGIN).hostname}>",
-        "Auto-Submitted": "auto-generated",
-    }
-    subject, text = f"[Keyvault] {begin}: {kinds}"[:200], "\n".join(lines)
-    # One message for each: of several recipients smtplib reports a refused one only if it refuses all.
-    mails = [EmailMessage(subject, text, None, [each], headers=headers) for each in settings.ALARM_EMAILS]
     try:
-        with connection:
-            accepted = [_is_accepted(connection, mail) for mail in mails]
+        with backend:
+            # `mail.send()` would hide a recipient that the server refuses while it accepts another one.
+            refused = backend.connection.sendmail(sender, recipients, mail.message().as_bytes(linesep="\r\n"))
     except smtplib.SMTPResponseException as error:
         # The server's text may repeat the user's name.
         raise UndeliveredError(f"the mail server answered {error.smtp_code}") from error
     except (smtplib.SMTPException, OSError, ValueError) as error:
         # An error of an encoding contains the text, which can be the password.
         raise UndeliveredError(f"the mail server cannot be used: {type(error).__name__}") from None
-    if not any(accepted):
-        raise UndeliveredError("the mail server refused every recipient")
-
-
-def _is_accepted(connection: BaseEmailBackend, mail: EmailMessage) -> bool:
-    """Send the mail. Return whether the server accepts its recipient."""
-    try:
-        connection.send_messages([mail])
-    except smtplib.SMTPRecipientsRefused:
-        _log.warning("the mail server refused a recipient of alarms", extra={"recipient": mail.to[0]})
-        return False
-    return True
+    for recipient in refused:
+        _log.warning("the mail server refused a recipient of alarms", extra={"recipient": recipient})
 
 
 def _lines(notice: Notice, name: str) -> tuple[str, str]:

@@ -153,7 +153,7 @@ def test_alarm_is_mailed_once_to_every_address(scene: Scene, mail: Sink, clock: 
     notice = raise_alarm(scene)
     for _ in range(3):
         send_due(clock)
-    sent, _ = mail.mails
+    (sent,) = mail.mails
     assert mail.recipients == ["oncall@example.com", "security@example.com"]
     assert sent["Subject"] == "[Keyvault] 1 new alarm: rotation.stalled"
     text = sent.get_content()
@@ -179,7 +179,7 @@ def test_mail_names_each_alarm_as_the_inbox_does_and_links_its_page(
     raised = [raise_alarm(scene, subject, kind, **payload) for kind, subject, payload, _ in rows]
     with CaptureQueriesContext(connection) as made:
         send_due(clock)
-    sent, _ = mail.mails
+    (sent,) = mail.mails
     lines = sent.get_content().splitlines()
     for notice, (kind, subject, _, name) in zip(raised, rows, strict=True):
         quoted = f', named "{name}"' if name else ""
@@ -198,7 +198,7 @@ def test_mail_has_one_line_for_each_alarm_whatever_its_names_have(
     forged = f'x{end}Bcc: evil@example.com{end}- key.compromised", see https://evil.example/'
     notice = raise_alarm(scene, forged, NoticeKind.CAMPAIGN_HALTED, why=forged)
     send_due(clock)
-    sent, _ = mail.mails
+    (sent,) = mail.mails
     assert sent["Bcc"] is None
     begin, own, link, *rest = [line for line in sent.get_content().splitlines() if line]
     assert begin.startswith("1 new alarm of Keyvault")
@@ -256,7 +256,7 @@ def test_refused_mail_is_repeated_without_the_text_of_the_server(
     mail.refusal = ""
     clock.now = row.due_at
     send_due(clock)
-    assert len(mail.mails) == 2
+    assert len(mail.mails) == 1
 
 
 def test_recipient_that_the_server_refuses_is_logged_and_delays_no_other(
@@ -275,7 +275,7 @@ def test_mail_of_which_the_server_refuses_all_recipients_is_repeated(scene: Scen
     raise_alarm(scene)
     mail.unknown = ("oncall@example.com", "security@example.com")
     send_due(clock)
-    assert AlarmDelivery.objects.get().last_error == "the mail server refused every recipient"
+    assert AlarmDelivery.objects.get().last_error == "the mail server cannot be used: SMTPRecipientsRefused"
 
 
 def test_mail_server_with_a_malformed_name_delays_the_alarm_as_one_that_is_unreachable(

@@ -419,11 +419,17 @@ def list_attempts(key_id: str, since: datetime) -> list[UseAttempt]:
     found = [UseAttempt(name, at, bool(is_known)) for name, at, is_known in latest]
     if unknown[0] is not None and unknown[0] >= since:
         found += _list_unknown(key_id, since) or [UseAttempt(OTHERS, unknown[0], is_known=False)]
-    found.sort(key=lambda attempt: attempt.source)
-    found.sort(key=lambda attempt: attempt.last_at, reverse=True)
+    return list_latest(found)
+
+
+def list_latest(found: Iterable[UseAttempt]) -> list[UseAttempt]:
+    """Return the latest attempt of each source, the latest first: at most _MAX_ATTEMPTS known and unknown ones each."""
+    latest = {attempt.source: attempt for attempt in sorted(found, key=lambda attempt: attempt.last_at)}
+    ordered = sorted(latest.values(), key=lambda attempt: attempt.source)
+    ordered.sort(key=lambda attempt: attempt.last_at, reverse=True)
     left = {True: _MAX_ATTEMPTS, False: _MAX_ATTEMPTS}
     listed: list[UseAttempt] = []
-    for attempt in found:
+    for attempt in ordered:
         left[attempt.is_known] -= 1
         if left[attempt.is_known] >= 0:
             listed.append(attempt)
@@ -465,12 +471,14 @@ def find_late_uses(key_id: str, after: datetime, suspended_at: datetime, without
     )
 
 
-def list_late_uses(key_id: str, after: datetime, suspended_at: datetime) -> list[UseAttempt]:
-    """List the sources of the uses of `find_late_uses`, in no order."""
-    late = _late_sources(key_id, after).annotate(is_known=_is_known(suspended_at))
+def list_late_uses(
+    key_id: str, after: datetime, suspended_at: datetime, without: Collection[str] = ()
+) -> list[UseAttempt]:
+    """List the sources of the uses of `find_late_uses`, those that are unknown first; at most MAX_SOURCES."""
+    late = _late_sources(key_id, after).exclude(name__in=without).annotate(is_known=_is_known(suspended_at))
+    rows = late.order_by("is_known").values_list("name", "is_known", "last_at", "denied_at")[:MAX_SOURCES]
     return [
-        UseAttempt(name, max(at for at in ends if at is not None), bool(is_known))
-        for name, is_known, *ends in late.values_list("name", "is_known", "last_at", "denied_at")[:MAX_SOURCES]
+        UseAttempt(name, max(at for at in ends if at is not None), bool(is_known)) for name, is_known, *ends in rows
     ]
 
 

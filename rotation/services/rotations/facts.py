@@ -124,10 +124,11 @@ def _gather_sources(rotation: Rotation) -> Iterator[SourceFacts]:
 
 def list_waived(rotation: Rotation, key: Key) -> set[str]:
     """List the names of the sources that operators have waived for the key that is being retired."""
-    return _read_waived(rotation.evidence.all(), key)
+    return read_waived(rotation.evidence.all(), key)
 
 
-def _read_waived(evidence: Iterable[Evidence], key: Key) -> set[str]:
+def read_waived(evidence: Iterable[Evidence], key: Key) -> set[str]:
+    """Read the same names from all evidence of a rotation."""
     waivers = (each.seen for each in evidence if each.kind == EvidenceKind.SOURCE_WAIVED)
     return {seen["source"] for seen in waivers if seen["key_id"] == key.key_id}
 
@@ -203,9 +204,9 @@ def _find_attempts(rotation: Rotation, retiring: Key) -> UseAttempts:
     if rotation.quarantined_at is None or is_ignored:
         return UseAttempts()
     evidence = list(rotation.evidence.all())
-    waived = _read_waived(evidence, retiring)
+    waived = read_waived(evidence, retiring)
     found = find_attempts(retiring.key_id, rotation.quarantined_at, waived)
-    judged_at = find_last_judged(rotation, retiring, rotation.quarantined_at, evidence)
+    judged_at = find_last_judged(retiring, rotation.quarantined_at, evidence)
     if judged_at is None:
         return found
     late = find_late_uses(retiring.key_id, judged_at, rotation.quarantined_at, waived)
@@ -215,15 +216,13 @@ def _find_attempts(rotation: Rotation, retiring: Key) -> UseAttempts:
     )
 
 
-def find_last_judged(
-    rotation: Rotation, key: Key, quarantined_at: datetime, evidence: Iterable[Evidence] | None = None
-) -> datetime | None:
+def find_last_judged(key: Key, quarantined_at: datetime, evidence: Iterable[Evidence]) -> datetime | None:
     """Return the last use of the key that the rotation knew when it found the key silent and suspended it.
 
     A later use contradicts that silence. Verifiers report a use seconds later, or much later after an outage, and may
     allow the key until they have read its suspension. None: silence was not required.
     """
-    for each in rotation.evidence.all() if evidence is None else evidence:
+    for each in evidence:
         if each.kind == EvidenceKind.SILENT and each.created_at == quarantined_at:
             last_at, through = each.seen["last_seen_at"], each.seen["observed_through"]
             known_at = key.created_at if last_at is None else datetime.fromisoformat(last_at)

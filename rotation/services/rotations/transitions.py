@@ -20,7 +20,7 @@ from keyvault.models import Key, Notice
 from keyvault.services.keys.lifecycle import resume_key, revoke_key, suspend_key
 from keyvault.services.recording.notifications import announce
 from keyvault.services.recording.transaction import recorded
-from keyvault.services.usage.reports import UseAttempt, list_attempts, list_late_uses
+from keyvault.services.usage.reports import UseAttempt, list_attempts, list_late_uses, list_latest
 from keyvault.services.work import leases
 from keyvault.services.work.clock import require_true_clock
 from keyvault.services.work.leases import Lease
@@ -28,7 +28,14 @@ from rotation.domain.events import RotationState
 from rotation.domain.policy import due_reminder
 from rotation.domain.states import CLOSED, TRANSITIONS, Facts, Move
 from rotation.models import EvidenceKind, Rotation
-from rotation.services.rotations.facts import find_last_judged, note_evidence, proof_seen, silence_seen, sources_seen
+from rotation.services.rotations.facts import (
+    find_last_judged,
+    note_evidence,
+    proof_seen,
+    read_waived,
+    silence_seen,
+    sources_seen,
+)
 from rotation.services.rotations.reports import about
 
 S = RotationState
@@ -258,12 +265,13 @@ def _list_attempts(rotation: Rotation) -> list[UseAttempt]:
     key, since = _retiring(rotation), rotation.quarantined_at
     if key is None or since is None:
         return []
-    found, judged_at = list_attempts(key.key_id, since), find_last_judged(rotation, key, since)
-    if judged_at is not None:
-        found += list_late_uses(key.key_id, judged_at, since)
-    latest = {attempt.source: attempt for attempt in sorted(found, key=lambda attempt: attempt.last_at)}
-    by_source = sorted(latest.values(), key=lambda attempt: attempt.source)
-    return sorted(by_source, key=lambda attempt: attempt.last_at, reverse=True)
+    attempts, evidence = list_attempts(key.key_id, since), list(rotation.evidence.all())
+    judged_at = find_last_judged(key, since, evidence)
+    if judged_at is None:
+        return attempts
+    # A waived source is expected to use the key until its suspension.
+    late = list_late_uses(key.key_id, judged_at, since, without=read_waived(evidence, key))
+    return list_latest([*attempts, *late])
 
 
 def _describe_attempts(attempts: Iterable[UseAttempt]) -> list[JsonValue]:

@@ -26,6 +26,7 @@ from keyvault.services.usage.reports import (
     has_more_users,
     list_attempts,
     list_late_uses,
+    list_latest,
     list_users,
     networks_of,
     read_users,
@@ -334,10 +335,19 @@ def test_late_use_is_one_after_the_last_that_was_known(key: Key) -> None:
     use(key, "203.0.113.1", outcome=DENIED, at=before)
     assert find_late_uses(key.key_id, known_at, suspended_at) == UseAttempts(suspended_at, before)
     assert find_late_uses(key.key_id, known_at, suspended_at, ["203.0.113.0/24 shop"]).last_known_at is None
-    assert sorted(list_late_uses(key.key_id, known_at, suspended_at), key=lambda each: each.source) == [
-        UseAttempt("198.51.100.0/24 shop", suspended_at, is_known=False),
-        UseAttempt("203.0.113.0/24 shop", before, is_known=True),
-    ]
+    unknown = UseAttempt("198.51.100.0/24 shop", suspended_at, is_known=False)
+    known = UseAttempt("203.0.113.0/24 shop", before, is_known=True)
+    assert list_late_uses(key.key_id, known_at, suspended_at) == [unknown, known]
+    assert list_late_uses(key.key_id, known_at, suspended_at, ["203.0.113.0/24 shop"]) == [unknown]
+
+
+def test_latest_attempts_are_one_of_each_source_and_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither many known sources nor many unknown ones displace the others."""
+    monkeypatch.setattr(reports, "_MAX_ATTEMPTS", 2)
+    known = [UseAttempt(f"192.0.{number}.0/24 shop", NOON + number * HOUR, is_known=True) for number in range(4)]
+    unknown = UseAttempt("198.51.100.0/24 curl", NOON, is_known=False)
+    earlier = UseAttempt(known[3].source, NOON, is_known=False)
+    assert list_latest([unknown, *known, earlier]) == [known[3], known[2], unknown]
 
 
 def test_source_is_a_network_with_a_product(key: Key) -> None:

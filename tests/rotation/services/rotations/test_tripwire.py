@@ -16,11 +16,11 @@ from keyvault.services.usage.recorder import UsageLog
 from rotation.domain.events import RotationState as S
 from rotation.domain.plan_fields import AtDeadline, Reinstatement
 from rotation.models import EvidenceKind, Rotation
-from rotation.services.rotations.interventions import abort_rotation
-from rotation.services.rotations.reports import get_rotation
+from rotation.services.rotations.interventions import abort_rotation, waive_source
+from rotation.services.rotations.reports import find_waits, get_rotation
 from tests.clocks import Clock
 from tests.rotation import scene
-from tests.rotation.steps import advance, begun, key_states, list_due, quarantined, revoke, wait
+from tests.rotation.steps import advance, begun, key_states, list_due, overlapping, quarantined, revoke, wait
 
 pytestmark = [pytest.mark.database, pytest.mark.django_db]
 
@@ -112,6 +112,25 @@ def test_use_before_the_quarantine_that_is_reported_in_it_reinstates_the_predece
     assert (rotation.state, alarms(), exposures()) == (S.OVERLAP, [True], [False])
     tried = rotation.evidence.get(kind=EvidenceKind.TRIED).seen
     assert [each["last_at"] for each in tried["attempts"]] == [tried["last_seen_at"]]
+
+
+@pytest.mark.sqlite
+def test_use_of_a_waived_source_before_the_quarantine_is_no_attempt(clock: Clock, verifier: UsageLog) -> None:
+    """It may use the key until it is suspended, and the evidence of the revocation says that nobody tried it after."""
+    rotation = overlapping(clock, verifier)
+    scene.use(verifier, rotation.predecessor_id, source=KNOWN)
+    (awaited,) = find_waits(rotation, clock()).awaited
+    grant = authorize(scene.tam(), P.ROTATIONS_WRITE, rotation.credential.account, now=clock())
+    waive_source(grant, rotation, awaited.name, "it has ended, says their CTO")
+    scene.use(verifier, rotation.replacement_id or "")
+    rotation = wait(rotation, clock, verifier, 6)
+    assert rotation.state == S.QUARANTINE
+    log = another_verifier(clock() - timedelta(seconds=1))
+    scene.use(log, rotation.predecessor_id, source=KNOWN)
+    UsageReporter.objects.filter(reporter_id=log.reporter_id).update(stopped_at=clock())
+    rotation = wait(rotation, clock, verifier, 6)
+    assert (rotation.state, alarms()) == (S.COMPLETED, [])
+    assert rotation.evidence.filter(kind=EvidenceKind.UNTRIED).exists()
 
 
 @pytest.mark.sqlite
