@@ -75,8 +75,8 @@ MAX_QUERIES = 202
 Statements take most of a turn's processor time, so their number bounds the rotations that a worker completes a second.
 A step that needs more says here why. A rotation is read by three statements: PostgreSQL took 7 ms to plan the join of
 all its tables, more than the three take together. Each look at a rotation in quarantine reads the key's last use, since
-a verifier may report it late; two more statements read such uses for the evidence. A dormant rotation that waits for proof
-asks whether its old key has traffic.
+a verifier may report it late; two more statements read such uses for the evidence. A dormant rotation that waits for
+proof asks whether its old key has traffic.
 """
 
 
