@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from hashlib import sha256
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 from urllib.parse import urlsplit
 
 from django.conf import settings
@@ -197,7 +197,7 @@ def _deliver_email(message_id: str, notices: Sequence[Notice], count: int, *, is
     try:
         with backend:
             # `mail.send()` would hide a recipient that the server refuses while it accepts another one.
-            refused = backend.connection.sendmail(sender, recipients, mail.message().as_bytes(linesep="\r\n"))
+            refused = cast(smtplib.SMTP, backend.connection).send_message(mail.message(), sender, recipients)
     except smtplib.SMTPResponseException as error:
         # The server's text may repeat the user's name.
         raise UndeliveredError(f"the mail server answered {error.smtp_code}") from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from django.db.models import DateTimeField, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum, Value
+from django.db.models import DateTimeField, F, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum, Value
 
 from keyvault.domain.canonical import JsonValue
 from keyvault.domain.sources import OCCASION, OTHERS, Minutes, find_longest_gap, name_source, network_of
@@ -476,7 +476,9 @@ def list_late_uses(
 ) -> list[UseAttempt]:
     """List the sources of the uses of `find_late_uses`, those that are unknown first; at most MAX_SOURCES."""
     late = _late_sources(key_id, after).exclude(name__in=without).annotate(is_known=_is_known(suspended_at))
-    rows = late.order_by("is_known").values_list("name", "is_known", "last_at", "denied_at")[:MAX_SOURCES]
+    # In SQL `is_known` is NULL for a source that was never denied and is not known otherwise.
+    unknown_first = late.order_by(F("is_known").asc(nulls_first=True))
+    rows = unknown_first.values_list("name", "is_known", "last_at", "denied_at")[:MAX_SOURCES]
     return [
         UseAttempt(name, max(at for at in ends if at is not None), bool(is_known)) for name, is_known, *ends in rows
     ]
