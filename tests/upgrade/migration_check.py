@@ -80,6 +80,8 @@ def find_faults(migration: Migration, before: ProjectState, released: ProjectSta
     operations = list(_flatten(migration.operations))
     statements = list_statements(migration, before)
     faults = [*_find_in_operations(migration, operations), *_find_in_statements(statements, released)]
+    if migration.atomic:
+        faults += _find_deadlocks(statements, released)
     return faults + _ask_squawk(statements, is_atomic=migration.atomic)
 
 
@@ -142,6 +144,16 @@ def _find_in_statements(statements: list[str], released: ProjectState) -> Iterat
                 yield f"{table} is dropped, and the last release uses it. Drop it in the release after next"
         if statement.split()[0].upper() not in DEFINING:
             yield f"it may lock a table or write many rows: {statement[:80]} … Fill rows with Backfill"
+
+
+def _find_deadlocks(statements: list[str], released: ProjectState) -> Iterator[str]:
+    tables = {model._meta.db_table for model in released.apps.get_models()}
+    altered = re.findall(r'ALTER TABLE (?:IF EXISTS |ONLY )*"?(\w+)"?', "\n".join(statements), re.IGNORECASE)
+    if len(used := sorted(tables.intersection(altered))) > 1:
+        yield (
+            f"{', '.join(used)} are altered in one transaction, which waits for the lock of one while it holds that of "
+            "another: a query that joins them is ended as a deadlock. Write a migration for each"
+        )
 
 
 def _ask_squawk(statements: list[str], *, is_atomic: bool) -> list[str]:

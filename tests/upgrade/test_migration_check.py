@@ -67,6 +67,11 @@ def test_rehearsal_migrations_are_accepted(loader: MigrationLoader) -> None:
             id="column with an index",
         ),
         pytest.param(
+            [migrations.AddField("order", "note", NOTE), migrations.AddField("account", "note", NOTE)],
+            "keyvault_account, keyvault_order are altered in one transaction",
+            id="two tables",
+        ),
+        pytest.param(
             [migrations.AddField("order", "by", models.ForeignKey("keyvault.merchant", models.PROTECT, null=True))],
             "adding-foreign-key-constraint",
             id="foreign key",

@@ -9,7 +9,7 @@ from keyvault.models.migration_operations import AddIndexOnline
 class Migration(migrations.Migration):
     atomic = False
 
-    dependencies = [("keyvault", "0013_resumed_merchants")]
+    dependencies = [("keyvault", "0015_resumed_keys")]
 
     operations = [
         AddIndexOnline(
