@@ -147,13 +147,17 @@ def _find_in_statements(statements: list[str], released: ProjectState) -> Iterat
 
 
 def _find_deadlocks(statements: list[str], released: ProjectState) -> Iterator[str]:
-    tables = {model._meta.db_table for model in released.apps.get_models()}
-    altered = re.findall(r'ALTER TABLE (?:IF EXISTS |ONLY )*"?(\w+)"?', "\n".join(statements), re.IGNORECASE)
-    if len(used := sorted(tables.intersection(altered))) > 1:
-        yield (
-            f"{', '.join(used)} are altered in one transaction, which waits for the lock of one while it holds that of "
-            "another: a query that joins them is ended as a deadlock. Write a migration for each"
-        )
+    """Name the pairs of altered tables of which one refers to the other, since queries join them."""
+    altered = set(re.findall(r'ALTER TABLE (?:IF EXISTS |ONLY )*"?(\w+)"?', "\n".join(statements), re.IGNORECASE))
+    for model in released.apps.get_models():
+        referred = {field.related_model._meta.db_table for field in model._meta.local_fields if field.related_model}
+        for table in sorted(referred & altered - {model._meta.db_table}):
+            if model._meta.db_table in altered:
+                yield (
+                    f"{model._meta.db_table} and {table} are altered in one transaction, which waits for the lock of "
+                    "one while it holds that of the other: a query that joins them is ended as a deadlock. Write a "
+                    "migration for each"
+                )
 
 
 def _ask_squawk(statements: list[str], *, is_atomic: bool) -> list[str]:

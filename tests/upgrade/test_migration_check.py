@@ -67,9 +67,9 @@ def test_rehearsal_migrations_are_accepted(loader: MigrationLoader) -> None:
             id="column with an index",
         ),
         pytest.param(
-            [migrations.AddField("order", "note", NOTE), migrations.AddField("account", "note", NOTE)],
-            "keyvault_account, keyvault_order are altered in one transaction",
-            id="two tables",
+            [migrations.AddField("merchant", "note", NOTE), migrations.AddField("account", "note", NOTE)],
+            "keyvault_account and keyvault_merchant are altered in one transaction",
+            id="two tables that queries join",
         ),
         pytest.param(
             [migrations.AddField("order", "by", models.ForeignKey("keyvault.merchant", models.PROTECT, null=True))],
